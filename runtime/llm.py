@@ -199,9 +199,6 @@ class LLM:
         return self._carrier("import_prefix").unpack(packed)
 
     def _carrier(self, asked: str) -> Carrier:
-        if self.manifest.tp > 1:
-            message = f"{asked}: each of the engine's {self.manifest.tp} ranks has its own pages and states"
-            raise Refused("unsupported", message=message, way_out="build with --tp 1")
         if self.config.host_cache_bytes == 0:
             message = (
                 f"{asked} needs ",

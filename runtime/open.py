@@ -122,7 +122,7 @@ def content_form(config: Resolved, identity: str, device: torch.device) -> str:
 def packed_form(config: Resolved, manifest: manifests.Manifest, device: torch.device) -> PackedForm:
     """Of the engine's prefixes."""
     fields = content_fields(config, manifest.identity, device)
-    layout = PrefixLayout(manifest.states, manifest.limits, config.drafts == "mtp")
+    layout = PrefixLayout(manifest.states, manifest.limits, config.drafts == "mtp", manifest.tp)
     return PackedForm(fields, layout, config.vocab_size, config.max_len)
 
 

@@ -19,6 +19,7 @@ Each part is a process of its own with a time limit, and none stops the next. A 
 
 import argparse
 import itertools
+import json
 import os
 import random
 import signal
@@ -29,6 +30,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -40,12 +42,15 @@ PARTS = {
     "links": 40,
     "sums": 120,
     "times": 60,
+    "company": 60,
+    "steady": 60,
     "engines": 200,
     "storms": 200,
     "faults": 120,
     "models": 200,
 }
 FAMILIES = ("qwen3.5-code", "nemotron-h-code")
+RANDOM = "moe-fp8"  # a family of random weights: Qwen3.5 with experts, rounded to FP8
 SIZES = {"max_len": 512, "max_rows": 8, "max_step_tokens": 256, "page_len": 64, "chunk_len": 16}
 SHAPES = (
     (1, 4096),
@@ -67,8 +72,13 @@ def main() -> None:
     parser.add_argument("--tp", type=int, default=2)
     parser.add_argument("--folder", type=Path, help="where engines are kept; default: a temporary folder")
     parser.add_argument("--seconds", type=float, default=60, help="of storms")
-    parser.add_argument("--families", default=",".join(FAMILIES), help="of the part engines")
-    parser.add_argument("--cases", default="", help="of engines and faults, by semicolons; default: all")
+    parser.add_argument("--sums", type=int, default=1_000_000, help="in graphs, of the part sums")
+    parser.add_argument(
+        "--families", default=",".join((*FAMILIES, RANDOM)), help="of the parts build, engines and storms"
+    )
+    parser.add_argument(
+        "--cases", default="", help="of engines (same: --same-bits) and faults, by semicolons; default: all"
+    )
     parser.add_argument("--part", help=argparse.SUPPRESS)
     asked = parser.parse_args()
     if asked.part:
@@ -89,7 +99,7 @@ def main() -> None:
 def ran(part: str, asked: argparse.Namespace) -> bool:
     """Whether it went well."""
     given = ["--part", part]
-    for name in ("tp", "folder", "seconds", "families", "cases"):
+    for name in ("tp", "folder", "seconds", "sums", "families", "cases"):
         given += [f"--{name}", str(getattr(asked, name))]
     print(f"## {part}", flush=True)
     start = time.monotonic()
@@ -173,8 +183,10 @@ def with_peers(work: Callable[[Peers], None], size: int) -> None:
 def build(asked: argparse.Namespace) -> None:
     import multiprocessing
 
-    jobs = [(family, {"tp": asked.tp}) for family in FAMILIES]
-    jobs += [(family, {"tp": tp, "same_bits": True}) for family in FAMILIES for tp in (1, asked.tp)]
+    families = asked.families.split(",")
+    jobs = [(family, {"tp": asked.tp}) for family in families]
+    if not asked.cases or "same" in asked.cases.split(";"):
+        jobs += [(family, {"tp": tp, "same_bits": True}) for family in families for tp in (1, asked.tp)]
     context = multiprocessing.get_context("spawn")
     processes = [context.Process(target=_build, args=(asked, *job)) for job in jobs]
     for process in processes:
@@ -200,10 +212,10 @@ def _links(peers: Peers) -> None:
 
 
 def sums(asked: argparse.Namespace) -> None:
-    with_peers(_sums, asked.tp)
+    with_peers(partial(_sums, asked.sums), asked.tp)
 
 
-def _sums(peers: Peers) -> None:
+def _sums(num: int, peers: Peers) -> None:
     from hemiola.plugins.step import forms
     from hemiola.plugins.sum.cuda import sum as our_sum
     from hemiola.plugins.sum.reference import tree
@@ -218,13 +230,13 @@ def _sums(peers: Peers) -> None:
             for n in range(peers.size)
         ]
         wanted = tree([part.float() for part in parts]).to(dtype)
-        for twice in (None, False, True):
-            found = our_sum(parts[peers.rank], peers.group, twice=twice)
+        for twice, whole in itertools.product((None, False, True), (None, False, True)):
+            found = our_sum(parts[peers.rank], peers.group, twice=twice, whole=whole)
             if not torch.equal(found.view(torch.int8), wanted.view(torch.int8)):
-                wrong.append((tokens, width, dtype, twice, int((found != wanted).sum())))
-            more = our_sum(parts[peers.rank], peers.group, parts[0], twice)
+                wrong.append((tokens, width, dtype, twice, whole, int((found != wanted).sum())))
+            more = our_sum(parts[peers.rank], peers.group, parts[0], twice, whole)
             if not torch.equal(more, (tree([part.float() for part in parts]) + parts[0].float()).to(dtype)):
-                wrong.append((tokens, width, dtype, twice, "with a residual"))
+                wrong.append((tokens, width, dtype, twice, whole, "with a residual"))
     for lines in (1, 7, 300, 40_000):
         rng = torch.Generator(peers.device).manual_seed(lines)
         logits = [
@@ -240,15 +252,15 @@ def _sums(peers: Peers) -> None:
             wrong.append(("gather", lines))
     peers.meet()
     if peers.rank == 0:
-        row(f"bits at {len(SHAPES)} sizes, 2 dtypes, 3 ways; agree, gather at 4", wrong or "equal")
-    bad, num, seconds = _loop(peers, our_sum)
+        row(f"bits at {len(SHAPES)} sizes, 2 dtypes, 9 ways; agree, gather at 4", wrong or "equal")
+    bad, num, seconds = _loop(peers, our_sum, num)
     print(f"| rank {peers.rank}: {num} sums in graphs | {seconds:.1f} s | {bad} wrong |", flush=True)
     if wrong or bad:
         sys.exit(1)
 
 
-def _loop(peers: Peers, our_sum: Callable[..., torch.Tensor]) -> tuple[int, int, float]:
-    """10^6 sums of small numbers that are others each time; every one is looked at."""
+def _loop(peers: Peers, our_sum: Callable[..., torch.Tensor], wanted: int) -> tuple[int, int, float]:
+    """Sums of small numbers that are others each time; every one is looked at."""
     device, at_once = peers.device, 500
     count = torch.zeros(1, device=device)
     bad = torch.zeros(1, dtype=torch.int64, device=device)
@@ -263,6 +275,7 @@ def _loop(peers: Peers, our_sum: Callable[..., torch.Tensor]) -> tuple[int, int,
         (1, 4096),
         (4, 4096),
         (64, 4096),
+        (600, 4096),
     )
     bases = [torch.arange(t * w, device=device).remainder(61).view(t, w).float() for t, w in sizes]
 
@@ -271,8 +284,8 @@ def _loop(peers: Peers, our_sum: Callable[..., torch.Tensor]) -> tuple[int, int,
         count.add_(1)
         mine = (base + count.remainder(17) + peers.rank).bfloat16()
         found = our_sum(mine, peers.group)
-        wanted = peers.size * (base + count.remainder(17)) + peers.size * (peers.size - 1) / 2
-        bad.add_((found != wanted.bfloat16()).sum())
+        right = peers.size * (base + count.remainder(17)) + peers.size * (peers.size - 1) / 2
+        bad.add_((found != right.bfloat16()).sum())
 
     for n in range(len(sizes)):
         one(n)
@@ -283,7 +296,7 @@ def _loop(peers: Peers, our_sum: Callable[..., torch.Tensor]) -> tuple[int, int,
             one(n)
     peers.meet()
     start = time.perf_counter()
-    num = 1_000_000 // at_once
+    num = wanted // at_once
     for _ in range(num):
         graph.replay()
     torch.cuda.synchronize()
@@ -292,8 +305,8 @@ def _loop(peers: Peers, our_sum: Callable[..., torch.Tensor]) -> tuple[int, int,
 
 def times(asked: argparse.Namespace) -> None:
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29511", "NCCL_NVLS_ENABLE": "0"}
-    row("rows x 4096, bf16", "ours, us", "NCCL in a graph, us", "ours / NCCL", "NCCL eager, us")
-    row(*["---"] * 5)
+    row("rows x 4096, bf16", "lines, us", "blocks, us", "as chosen", "NCCL in a graph, us", "ours / NCCL")
+    row(*["---"] * 6)
     with_peers(_times, asked.tp)
 
 
@@ -305,11 +318,99 @@ def _times(peers: Peers) -> None:
     dist.init_process_group("nccl", rank=peers.rank, world_size=peers.size, device_id=peers.device)
     for rows in (1, 4, 16, 64, 256, 1024, 4096):
         x = torch.randn(rows, 4096, device=peers.device).bfloat16()
+        lines = _us(peers, lambda x=x: our_sum(x, peers.group, whole=False))
+        blocks = _us(peers, lambda x=x: our_sum(x, peers.group, whole=True))
         ours = _us(peers, lambda x=x: our_sum(x, peers.group))
         theirs = _us(peers, lambda x=x: dist.all_reduce(x))
-        eager = _us(peers, lambda x=x: dist.all_reduce(x), False)
         if peers.rank == 0:
-            print(f"| {rows} | {ours:.2f} | {theirs:.2f} | {ours / theirs:.2f} | {eager:.2f} |", flush=True)
+            print(
+                f"| {rows} | {lines:.2f} | {blocks:.2f} | {ours:.2f} | {theirs:.2f} | {ours / theirs:.2f} |",
+                flush=True,
+            )
+    peers.meet()
+    os._exit(0)  # NCCL takes seconds to end
+
+
+def company(asked: argparse.Namespace) -> None:
+    row("rows", "late by, us", "work alone, us", "lines add", "blocks add")
+    row(*["---"] * 5)
+    with_peers(_company, asked.tp)
+
+
+def _company(peers: Peers) -> None:
+    """Work is a kernel that moves 96 MB; behind it ranks are late in turns."""
+    from hemiola.plugins.sum.cuda import sum as our_sum
+
+    a = torch.randn(24 * 2**20, device=peers.device).bfloat16()
+    b, turn, cycles = torch.empty_like(a), itertools.count(), 1900  # of a microsecond
+
+    def work(late: int) -> None:
+        torch.add(a, 1, out=b)
+        if late and next(turn) % peers.size == peers.rank:
+            torch.cuda._sleep(late * cycles)
+
+    for rows, late in itertools.product((1, 64, 256), (0, 5, 20, 60)):
+        x = torch.randn(rows, 4096, device=peers.device).bfloat16()
+        more = torch.randn(rows, 4096, device=peers.device).bfloat16()
+
+        def both(whole: bool, x: torch.Tensor = x, more: torch.Tensor = more, late: int = late) -> None:
+            work(late)
+            our_sum(x, peers.group, more, whole=whole)
+
+        def alone(late: int = late) -> None:
+            torch.add(a, 1, out=b)
+            if late:
+                torch.cuda._sleep(late * cycles)
+
+        plain = _us(peers, alone)
+        lines, blocks = (_us(peers, partial(both, whole)) for whole in (False, True))
+        if peers.rank == 0:
+            row(rows, late, f"{plain:.2f}", f"{lines - plain:.2f}", f"{blocks - plain:.2f}")
+
+
+def steady(asked: argparse.Namespace) -> None:
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29512", "NCCL_NVLS_ENABLE": "0"}
+    row("rows x 4096", "by", "us of work and sum: least", "10 %", "50 %", "90 %", "99 %", "most")
+    row(*["---"] * 8)
+    with_peers(_steady, asked.tp)
+
+
+def _steady(peers: Peers) -> None:
+    """Each replay of 50 is timed."""
+    import torch.distributed as dist
+
+    from hemiola.plugins.sum.cuda import sum as our_sum
+
+    dist.init_process_group("nccl", rank=peers.rank, world_size=peers.size, device_id=peers.device)
+    a = torch.randn(48 * 2**20, device=peers.device).bfloat16()
+    b, each = torch.empty_like(a), 50
+    for rows in (64, 256):
+        x = torch.randn(rows, 4096, device=peers.device).bfloat16()
+        ways: dict[str, Callable[[], object]] = {
+            "nothing": lambda: None,
+            "lines": lambda x=x: our_sum(x, peers.group, x, whole=False),
+            "blocks": lambda x=x: our_sum(x, peers.group, x, whole=True),
+            "NCCL": lambda x=x: dist.all_reduce(x),
+        }
+        for name, run in ways.items():
+            for _ in range(3):
+                run()
+            peers.meet()
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                for _ in range(each):
+                    torch.add(a, 1, out=b)
+                    run()
+            peers.meet()
+            marks = [torch.cuda.Event(enable_timing=True) for _ in range(301)]
+            for mark in marks:
+                mark.record()
+                graph.replay()
+            torch.cuda.synchronize()
+            found = sorted(1e3 * p.elapsed_time(q) / each for p, q in itertools.pairwise(marks))
+            if peers.rank == 0:
+                shown = [found[int(part * (len(found) - 1))] for part in (0, 0.1, 0.5, 0.9, 0.99, 1)]
+                row(rows, name, *(f"{number:.1f}" for number in shown))
     peers.meet()
     os._exit(0)  # NCCL takes seconds to end
 
@@ -343,6 +444,26 @@ def _us(peers: Peers, run: Callable[[], object], in_graph: bool = True, each: in
 # Engines.
 
 
+def checkpoint(asked: argparse.Namespace, family: str) -> Path:
+    """A bundled one, or a config of a small model with the ways of a large one."""
+    if family != RANDOM:
+        return ROOT / "demo" / family
+    folder = asked.folder / "checkpoints" / f"{family}-{os.getpid()}"
+    folder.mkdir(parents=True, exist_ok=True)
+    config = json.loads((ROOT / "benchmarks/configs/qwen3.5-35b-a3b/config.json").read_text())
+    config |= {"hidden_size": 512, "num_hidden_layers": 4, "num_attention_heads": 4, "head_dim": 64}
+    config |= {"num_experts": 16, "num_experts_per_tok": 4, "moe_intermediate_size": 256}
+    config |= {"shared_expert_intermediate_size": 256, "linear_num_key_heads": 4, "linear_num_value_heads": 4}
+    config |= {
+        "linear_key_head_dim": 64,
+        "linear_value_head_dim": 64,
+        "vocab_size": 2048,
+        "eos_token_id": 2047,
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
 def built(asked: argparse.Namespace, family: str, **options: Any) -> Path:
     from hemiola.builder.build import build
     from hemiola.builder.options import Options
@@ -352,7 +473,9 @@ def built(asked: argparse.Namespace, family: str, **options: Any) -> Path:
     engine_dir = asked.folder / name
     if not (engine_dir / "manifest.json").is_file():
         start = time.monotonic()
-        build(ROOT / "demo" / family, engine_dir, Options(arch=arch_here(), **SIZES | options))
+        rounded = {"random_weights": True, "quantize": "fp8"} if family == RANDOM else {}
+        given = SIZES | rounded | options
+        build(checkpoint(asked, family), engine_dir, Options(arch=arch_here(), **given))
         print(f"* {name}: built in {time.monotonic() - start:.1f} s", flush=True)
     return engine_dir
 
@@ -417,12 +540,16 @@ def plain(
     with opened(engine_dir, drafts="none", prefix_cache=False, max_rows=1) as llm:
         opening = time.monotonic() - start
         if calls is None:
-            ids, params = llm.encode(START), SamplingParams(max_tokens=300, temperature=0.0, ignore_eos=True)
+            ids, params = start_of(llm), SamplingParams(max_tokens=300, temperature=0.0, ignore_eos=True)
             calls = asked_for(ids + llm.generate([ids], params)[0].token_ids, seed, num)
         found = [said(llm.generate([prompt], params)[0]) for prompt, params in calls]
     seconds = time.monotonic() - start - opening
     print(f"* {engine_dir.name}: open in {opening:.1f} s, plain run in {seconds:.1f} s", flush=True)
     return calls, found
+
+
+def start_of(llm: Any) -> list[int]:
+    return llm.encode(START) if llm.manifest.has_tokenizer else [*range(20, 40)]
 
 
 CASES: dict[str, dict[str, Any]] = {
@@ -454,6 +581,8 @@ def engines(asked: argparse.Namespace) -> None:
                 result = f"{type(error).__name__}: {error}"
             bad += result != "equal"
             row(family, name, f"{len(calls)} requests", result, f"{time.monotonic() - start:.1f} s")
+        if asked.cases and "same" not in chosen:
+            continue
         try:
             dirs = [built(asked, family, tp=tp, same_bits=True) for tp in (1, asked.tp)]
             calls, wanted = plain(dirs[0], 1, 12)
@@ -468,16 +597,16 @@ def engines(asked: argparse.Namespace) -> None:
 def storms(asked: argparse.Namespace) -> None:
     """Until the time is up."""
     bad = done = 0
-    dirs = [built(asked, family, tp=asked.tp) for family in FAMILIES]
+    dirs = [built(asked, family, tp=asked.tp) for family in asked.families.split(",")]
     known = [(engine_dir, *plain(engine_dir, 7, 40)) for engine_dir in dirs]
     until = time.monotonic() + asked.seconds
     for seed in itertools.count():
         if time.monotonic() > until:
             break
         dice = random.Random(seed)
-        engine_dir, calls, wanted = known[seed % 2]
+        engine_dir, calls, wanted = known[seed % len(known)]
         options = {
-            "drafts": ["mtp", "ngram", "mtp", "none"][seed // 2 % 4],
+            "drafts": ["mtp", "ngram", "mtp", "none"][seed // len(known) % 4],
             "max_rows": dice.choice([3, 8]),
             "num_pages": dice.choice([9, 14, 60]),
             "max_step_tokens": dice.choice([63, 193, 256]),
@@ -487,7 +616,7 @@ def storms(asked: argparse.Namespace) -> None:
         if options["drafts"] != "none":
             options["num_drafts"] = dice.choice([1, 2, 3])
         with opened(engine_dir, **options) as llm:
-            for _ in range(40):
+            for _ in range(20):
                 wrong = _storm(llm, dice, calls, wanted)
                 done, bad = done + 1, bad + bool(wrong)
                 if wrong:

@@ -8,6 +8,10 @@ each program of each rank. Who sends piece n + 1 has all ranks' piece n, which t
 piece n - 1: so the place of that one is free. Between two launches the same holds, since a kernel begins when
 the one before it has ended. Numbers wrap around.
 
+A long message goes in blocks instead: programs write their lines as they are, and then one number for all of
+them, which is released behind them and acquired before they are read. That is half of the bytes, and a
+passage more. Blocks have places of their own, in the same turns.
+
 Whoever waits looks at the word at STOP (in the host's memory) now and then; if it is not zero, the engine has
 lost a rank, and what comes out is nothing that anybody may read.
 """
@@ -16,7 +20,7 @@ import triton
 import triton.language as tl
 
 from hemiola.plugins.gpu.early import INTERPRETED
-from hemiola.plugins.gpu.windows import LINE_BYTES, LINES
+from hemiola.plugins.gpu.windows import BLOCK, LINE_BYTES, LINES, PAYLOAD
 from hemiola.plugins.ranks import PROGRAMS as _PROGRAMS
 from hemiola.plugins.ranks import RANK as _RANK
 from hemiola.plugins.ranks import STOP as _STOP
@@ -24,7 +28,7 @@ from hemiola.plugins.ranks import WINDOWS as _WINDOWS
 
 PROGRAMS, RANK, STOP = tl.constexpr(_PROGRAMS), tl.constexpr(_RANK), tl.constexpr(_STOP)
 WINDOWS, PLACE = tl.constexpr(_WINDOWS), tl.constexpr(LINES * LINE_BYTES)
-LINE = tl.constexpr(LINE_BYTES)
+LINE, BYTES, BLOCK_PLACE = tl.constexpr(LINE_BYTES), tl.constexpr(PAYLOAD), tl.constexpr(BLOCK * PAYLOAD)
 # Neither branches in Triton's own language, whose compiler (3.6) fails on that: a rank is not its own peer.
 SEND = tl.constexpr("""{
     .reg .pred p;
@@ -52,6 +56,37 @@ RECEIVE = tl.constexpr("""{
     ld.volatile.global.u32 word, [$6];
     setp.eq.u32 p, word, 0;
     @p bra again;
+    there:
+    }""")
+POST = tl.constexpr("""{
+    .reg .pred p;
+    .reg .u32 thread;
+    mov.u32 thread, %tid.x;
+    setp.eq.u32 p, thread, 0;
+    setp.ne.and.u32 p, $3, 0, p;
+    @p st.release.sys.global.u32 [$1], $2;
+    mov.u32 $0, 0;
+    }""")
+AWAIT = tl.constexpr("""{
+    .reg .pred p;
+    .reg .u32 turn, word;
+    mov.u32 $0, 0;
+    setp.eq.u32 p, $4, 0;
+    @p bra there;
+    mov.u32 turn, 0;
+    again:
+    ld.relaxed.sys.global.u32 word, [$1];
+    setp.eq.u32 p, word, $2;
+    @p bra come;
+    add.u32 turn, turn, 1;
+    and.b32 word, turn, 1023;
+    setp.ne.u32 p, word, 0;
+    @p bra again;
+    ld.volatile.global.u32 word, [$3];
+    setp.eq.u32 p, word, 0;
+    @p bra again;
+    come:
+    ld.acquire.sys.global.u32 word, [$1];
     there:
     }""")
 
@@ -111,6 +146,68 @@ def send_to_all(group, lane, low, high, number, rank, RANKS: tl.constexpr):
     """Lines of this rank to every other one."""
     for other in tl.static_range(RANKS):
         send(group, other, lane, low, high, number, rank, RANKS)
+
+
+@triton.jit
+def block(group, rank, sender, lane, number, RANKS: tl.constexpr):
+    """Where the lines of this program's block lie, in a rank's window: behind the places of all lines."""
+    turn = ((number & 1).to(tl.int64) * RANKS + sender) * PROGRAMS + tl.program_id(0)
+    first = tl.load(group + WINDOWS + rank) + 2 * RANKS * PROGRAMS * PLACE + turn * BLOCK_PLACE
+    return tl.multiple_of(first, LINE).to(tl.pointer_type(tl.int64)) + lane
+
+
+@triton.jit
+def _mark(group, rank, sender, number, RANKS: tl.constexpr):
+    """Where the number of a block stands: behind the places of all blocks."""
+    turn = ((number & 1).to(tl.int64) * RANKS + sender) * PROGRAMS + tl.program_id(0)
+    blocks = 2 * RANKS * PROGRAMS * (PLACE + BLOCK_PLACE)
+    return tl.load(group + WINDOWS + rank) + blocks + turn * LINE
+
+
+@triton.jit
+def put(group, other, lane, words, live, number, rank, RANKS: tl.constexpr):
+    """Lines of a block to another rank; words: int64."""
+    tl.store(block(group, other, rank, lane, number, RANKS), words, mask=live & (other != rank))
+
+
+@triton.jit
+def post(group, number, rank, RANKS: tl.constexpr):
+    """All that this program has put for the others can be read."""
+    tl.debug_barrier()
+    for other in tl.static_range(RANKS):
+        address = _mark(group, other, rank, number, RANKS)
+        if INTERPRETED:
+            tl.store(address.to(tl.pointer_type(tl.int32)), number, mask=other != rank)
+        else:
+            tl.inline_asm_elementwise(
+                POST, "=r,l,r,r", [address, number, (other != rank).to(tl.int32)],
+                dtype=tl.int32, is_pure=False, pack=1,
+            )  # fmt: skip
+
+
+@triton.jit
+def expect(group, sender, number, rank, stop, RANKS: tl.constexpr):
+    """Waits until a rank has posted its block for this program."""
+    address = _mark(group, rank, sender, number, RANKS)
+    if INTERPRETED:
+        if sender != rank:
+            mark, ends = address.to(tl.pointer_type(tl.int32)), stop.to(tl.pointer_type(tl.int64))
+            while (tl.load(mark, volatile=True) != number) & (tl.load(ends, volatile=True) == 0):
+                pass
+    else:
+        tl.inline_asm_elementwise(
+            AWAIT, "=&r,l,r,l,r", [address, number, stop, (sender != rank).to(tl.int32)],
+            dtype=tl.int32, is_pure=False, pack=1,
+        )  # fmt: skip
+
+
+@triton.jit
+def taken(group, sender, lane, words, live, number, rank, RANKS: tl.constexpr):
+    """The lines of a rank's block that has been posted; words: this rank's own."""
+    theirs = tl.load(
+        block(group, rank, sender, lane, number, RANKS), mask=live & (sender != rank), other=0, volatile=True
+    )
+    return tl.where(sender == rank, words, theirs)
 
 
 @triton.jit

@@ -9,6 +9,8 @@ LINES = 1024  # of a program's piece, at most
 LINE_BYTES = 16  # in a window: 8 of a message, and a number beside each half
 PAYLOAD = 8  # bytes of a message that go in a line
 FEW = 256
+BLOCK = 2048  # lines of a piece that goes as a block, at most: 8 bytes each, and one number for all
+BLOCK_WARPS = 16
 
 
 class PieceSizes(NamedTuple):
@@ -21,10 +23,15 @@ class PieceSizes(NamedTuple):
 
 def window_bytes(size: int) -> int:
     """Of each of so many ranks."""
-    return 2 * size * PROGRAMS * LINES * LINE_BYTES
+    return 2 * size * PROGRAMS * (LINES * LINE_BYTES + BLOCK * PAYLOAD + LINE_BYTES)
 
 
 def pieces_of(num_lines: int) -> PieceSizes:
     """A line for each thread of a small message; of a large one two, so that more are under way."""
     lines, warps = (FEW, FEW // 32) if num_lines <= FEW * PROGRAMS else (LINES, LINES // 64)
     return PieceSizes(min(PROGRAMS, cdiv(num_lines, lines)), lines, warps)
+
+
+def blocks_of(num_lines: int) -> PieceSizes:
+    """Of a message that goes in blocks."""
+    return PieceSizes(min(PROGRAMS, cdiv(num_lines, BLOCK)), BLOCK, BLOCK_WARPS)

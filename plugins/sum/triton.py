@@ -7,21 +7,24 @@ from hemiola.plugins.gpu.exchange import (
     RANK,
     STOP,
     WINDOWS,
+    expect,
     join,
+    post,
+    put,
     receive,
     send,
-    send_to_all,
     split,
+    taken,
 )
 
 
 @triton.jit(do_not_specialize=["num_lines"])
-def _sum(x, group, residual, y, num_lines, RANKS: tl.constexpr, WIDE: tl.constexpr,
-         MORE: tl.constexpr, BLOCK: tl.constexpr, TWICE: tl.constexpr):  # fmt: skip
+def _sum(x, group, residual, y, num_lines, RANKS: tl.constexpr, WIDE: tl.constexpr, MORE: tl.constexpr,
+         BLOCK: tl.constexpr, TWICE: tl.constexpr, WHOLE: tl.constexpr):  # fmt: skip
     # Grid: PROGRAMS at most.
     # Tile: BLOCK lines of 8 bytes, fp32 (WIDE) or bf16; TWICE: of each rank's part, which it adds up for all.
-    # Traffic: x once to every other rank, in lines of 16 bytes; TWICE: 2 (RANKS - 1) / RANKS of x. Residual
-    # (MORE) and y once.
+    # Traffic: x once to every other rank, in lines of 16 bytes, or in blocks (WHOLE) as it is; TWICE:
+    # 2 (RANKS - 1) / RANKS of x. Residual (MORE) and y once.
     lane, rank, stop = tl.arange(0, BLOCK), tl.load(group + RANK), tl.load(group + STOP)
     counter = group + WINDOWS + RANKS + tl.program_id(0)
     number = tl.load(counter).to(tl.int32)
@@ -34,30 +37,66 @@ def _sum(x, group, residual, y, num_lines, RANKS: tl.constexpr, WIDE: tl.constex
             inside = line < part
             for other in tl.static_range(RANKS):
                 theirs = other * part + line
-                words = tl.load(x + theirs, mask=inside & (theirs < num_lines), other=0)
-                low, high = split(words)
-                send(group, other, lane, low, high, number, rank, RANKS)
+                live = inside & (theirs < num_lines)
+                words = tl.load(x + theirs, mask=live, other=0)
+                _give(group, other, lane, words, live, number, rank, RANKS, WHOLE)
+            _meet(group, number, rank, stop, RANKS, WHOLE)
             own = rank * part + line
             live = inside & (own < num_lines)
-            low, high = split(tl.load(x + own, mask=live, other=0))
+            words = tl.load(x + own, mask=live, other=0)
             more = _more(residual, own, live, MORE)
-            low, high = _tree(group, lane, low, high, more, number, rank, stop, RANKS, WIDE, MORE)
+            words = _tree(group, lane, words, live, more, number, rank, stop, RANKS, WIDE, MORE, WHOLE)
             tl.debug_barrier()
             number += 1
-            send_to_all(group, lane, low, high, number, rank, RANKS)
+            for other in tl.static_range(RANKS):
+                _give(group, other, lane, words, live, number, rank, RANKS, WHOLE)
+            _meet(group, number, rank, stop, RANKS, WHOLE)
             for other in tl.static_range(RANKS):
                 theirs = other * part + line
-                a, b = receive(group, other, lane, low, high, number, rank, stop, RANKS)
-                tl.store(y + theirs, join(a, b), mask=inside & (theirs < num_lines))
+                live = inside & (theirs < num_lines)
+                found = _take(group, other, lane, words, live, number, rank, stop, RANKS, WHOLE)
+                tl.store(y + theirs, found, mask=live)
         else:
             live = line < num_lines
-            low, high = split(tl.load(x + line, mask=live, other=0))
-            send_to_all(group, lane, low, high, number, rank, RANKS)
+            words = tl.load(x + line, mask=live, other=0)
+            for other in tl.static_range(RANKS):
+                _give(group, other, lane, words, live, number, rank, RANKS, WHOLE)
             more = _more(residual, line, live, MORE)
-            low, high = _tree(group, lane, low, high, more, number, rank, stop, RANKS, WIDE, MORE)
-            tl.store(y + line, join(low, high), mask=live)
+            _meet(group, number, rank, stop, RANKS, WHOLE)
+            found = _tree(group, lane, words, live, more, number, rank, stop, RANKS, WIDE, MORE, WHOLE)
+            tl.store(y + line, found, mask=live)
         tl.debug_barrier()  # all threads have read this piece before one of them sends the next
     tl.store(counter, number.to(tl.int64))
+
+
+@triton.jit
+def _give(group, other, lane, words, live, number, rank, RANKS: tl.constexpr, WHOLE: tl.constexpr):
+    """Lines to another rank."""
+    if WHOLE:
+        put(group, other, lane, words, live, number, rank, RANKS)
+    else:
+        low, high = split(words)
+        send(group, other, lane, low, high, number, rank, RANKS)
+
+
+@triton.jit
+def _meet(group, number, rank, stop, RANKS: tl.constexpr, WHOLE: tl.constexpr):
+    """Every rank's block is there; lines say it of themselves."""
+    if WHOLE:
+        post(group, number, rank, RANKS)
+        for other in tl.static_range(RANKS):
+            expect(group, other, number, rank, stop, RANKS)
+
+
+@triton.jit
+def _take(group, sender, lane, words, live, number, rank, stop, RANKS: tl.constexpr, WHOLE: tl.constexpr):
+    """A rank's lines; words: this rank's own."""
+    if WHOLE:
+        return taken(group, sender, lane, words, live, number, rank, RANKS)
+    else:
+        low, high = split(words)
+        low, high = receive(group, sender, lane, low, high, number, rank, stop, RANKS)
+        return join(low, high)
 
 
 @triton.jit
@@ -70,45 +109,48 @@ def _more(residual, line, live, MORE: tl.constexpr):
 
 
 @triton.jit
-def _tree(group, lane, low, high, more, number, rank, stop, RANKS: tl.constexpr, WIDE: tl.constexpr,
-          MORE: tl.constexpr):  # fmt: skip
-    """The sum of all ranks' lines, and more, rounded once, as halves."""
+def _tree(group, lane, words, live, more, number, rank, stop, RANKS: tl.constexpr, WIDE: tl.constexpr,
+          MORE: tl.constexpr, WHOLE: tl.constexpr):  # fmt: skip
+    """The sum of all ranks' lines, and more, rounded once."""
     if RANKS == 2:
-        a, b, c, d = _two(group, 0, lane, low, high, number, rank, stop, RANKS, WIDE)
+        a, b, c, d = _two(group, 0, lane, words, live, number, rank, stop, RANKS, WIDE, WHOLE)
     elif RANKS == 4:
-        a, b, c, d = _four(group, 0, lane, low, high, number, rank, stop, RANKS, WIDE)
+        a, b, c, d = _four(group, 0, lane, words, live, number, rank, stop, RANKS, WIDE, WHOLE)
     else:
-        a, b, c, d = _four(group, 0, lane, low, high, number, rank, stop, RANKS, WIDE)
-        e, f, g, h = _four(group, 4, lane, low, high, number, rank, stop, RANKS, WIDE)
+        a, b, c, d = _four(group, 0, lane, words, live, number, rank, stop, RANKS, WIDE, WHOLE)
+        e, f, g, h = _four(group, 4, lane, words, live, number, rank, stop, RANKS, WIDE, WHOLE)
         a, b, c, d = a + e, b + f, c + g, d + h
     if MORE:
         low, high = split(more)
         e, f, g, h = _as_fp32(low, high, WIDE)
         a, b, c, d = a + e, b + f, c + g, d + h
     if WIDE:
-        return a.to(tl.int32, bitcast=True), b.to(tl.int32, bitcast=True)
+        return join(a.to(tl.int32, bitcast=True), b.to(tl.int32, bitcast=True))
     else:
-        return _rounded(a) | (_rounded(b) << 16), _rounded(c) | (_rounded(d) << 16)
+        return join(_rounded(a) | (_rounded(b) << 16), _rounded(c) | (_rounded(d) << 16))
 
 
 @triton.jit
-def _four(group, first, lane, low, high, number, rank, stop, RANKS: tl.constexpr, WIDE: tl.constexpr):
-    a, b, c, d = _two(group, first, lane, low, high, number, rank, stop, RANKS, WIDE)
-    e, f, g, h = _two(group, first + 2, lane, low, high, number, rank, stop, RANKS, WIDE)
+def _four(group, first, lane, words, live, number, rank, stop, RANKS: tl.constexpr, WIDE: tl.constexpr,
+          WHOLE: tl.constexpr):  # fmt: skip
+    a, b, c, d = _two(group, first, lane, words, live, number, rank, stop, RANKS, WIDE, WHOLE)
+    e, f, g, h = _two(group, first + 2, lane, words, live, number, rank, stop, RANKS, WIDE, WHOLE)
     return a + e, b + f, c + g, d + h
 
 
 @triton.jit
-def _two(group, first, lane, low, high, number, rank, stop, RANKS: tl.constexpr, WIDE: tl.constexpr):
-    a, b, c, d = _numbers(group, first, lane, low, high, number, rank, stop, RANKS, WIDE)
-    e, f, g, h = _numbers(group, first + 1, lane, low, high, number, rank, stop, RANKS, WIDE)
+def _two(group, first, lane, words, live, number, rank, stop, RANKS: tl.constexpr, WIDE: tl.constexpr,
+         WHOLE: tl.constexpr):  # fmt: skip
+    a, b, c, d = _numbers(group, first, lane, words, live, number, rank, stop, RANKS, WIDE, WHOLE)
+    e, f, g, h = _numbers(group, first + 1, lane, words, live, number, rank, stop, RANKS, WIDE, WHOLE)
     return a + e, b + f, c + g, d + h
 
 
 @triton.jit
-def _numbers(group, sender, lane, low, high, number, rank, stop, RANKS: tl.constexpr, WIDE: tl.constexpr):
+def _numbers(group, sender, lane, words, live, number, rank, stop, RANKS: tl.constexpr, WIDE: tl.constexpr,
+             WHOLE: tl.constexpr):  # fmt: skip
     """A rank's."""
-    low, high = receive(group, sender, lane, low, high, number, rank, stop, RANKS)
+    low, high = split(_take(group, sender, lane, words, live, number, rank, stop, RANKS, WHOLE))
     return _as_fp32(low, high, WIDE)
 
 

@@ -3,8 +3,8 @@
 A page is the bytes of all states of its kind, one behind the other, and so is a slot (device/host_units.py).
 A slot that stands at an edge is a snapshot, of which less means something: states whole, no records, of a
 conv the inputs of the last width - 1 tokens in the order of the text, of mtp.hidden the last token's line.
-Heads stand in the order of the whole model, and a conv's parts (x, B, C, or q, k, v) have names of their own,
-so that ranks could take theirs.
+A conv's parts (x, B, C, or q, k, v) have names of their own. Of an engine of several ranks there is what each
+rank has, by names that begin with `rank0.` and so on.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -49,12 +49,13 @@ class _SlotPart(NamedTuple):
 
 
 class PrefixLayout:
-    """Of one engine's states. has_head: an MTP head runs, else its states mean nothing and are left out.
+    """Of one engine's states; each rank has as many. has_head: an MTP head runs, else its states mean nothing
+    and are left out.
 
     Raises Refused for a state of which nobody knows what it is at an edge.
     """
 
-    def __init__(self, states: Sequence[State], limits: Limits, has_head: bool) -> None:
+    def __init__(self, states: Sequence[State], limits: Limits, has_head: bool, num_ranks: int = 1) -> None:
         own = [state for state in states if prod(state.shape)]
         shapes = {state.name: state.shape for state in own}
         ring = limits.chunk_len + limits.num_drafts  # by which a conv's is longer than what it needs
@@ -70,14 +71,21 @@ class PrefixLayout:
                 self._pages.append(_PagePart(NamedShape(state.name, state.dtype, state.shape), start))
             else:
                 self._slots.extend(_at_edge(state, start, num_bytes // state.shape[0], ring, shapes))
-        self.page_bytes, self.slot_bytes = starts["page"], starts["slot"]
+        self.page_bytes, self.slot_bytes = starts["page"], starts["slot"]  # of a rank
+        self.num_ranks = num_ranks
         self.page_len = limits.page_len
 
     def tensors(self, num_pages: int) -> list[NamedShape]:
         """All of a prefix, in the order of the payload: ids, pages, and the snapshot behind them."""
         ids = NamedShape("token_ids", "int32", (num_pages * self.page_len,))
-        pages = (part.tensor._replace(shape=(num_pages, *part.tensor.shape)) for part in self._pages)
-        return [ids, *pages, *(part.tensor for part in self._slots)]
+        pages = [part.tensor._replace(shape=(num_pages, *part.tensor.shape)) for part in self._pages]
+        return [ids, *self._of_ranks(pages), *self._of_ranks([part.tensor for part in self._slots])]
+
+    def _of_ranks(self, tensors: Sequence[NamedShape]) -> list[NamedShape]:
+        if self.num_ranks == 1:
+            return [*tensors]
+        ranks = range(self.num_ranks)
+        return [tensor._replace(name=f"rank{rank}.{tensor.name}") for rank in ranks for tensor in tensors]
 
     def num_bytes(self, num_pages: int) -> int:
         """Of the payload."""
@@ -86,26 +94,23 @@ class PrefixLayout:
     def pack(
         self, ids: np.ndarray, pages: Sequence[np.ndarray], slot: np.ndarray, payload: np.ndarray
     ) -> None:
-        """Fill payload [num_bytes] from ids [edge] int32, pages [page_bytes] each, and a slot [slot_bytes]
-        that stands at the edge behind them; all but ids are uint8."""
+        """Fill payload [num_bytes] from ids [edge] int32, pages [ranks, page_bytes] each, and slots
+        [ranks, slot_bytes] that stand at the edge behind them; all but ids are uint8."""
         own = ids.view(np.uint8)
         payload[: len(own)] = own
-        for piece, place in self._pieces(payload[len(own) :], pages):
+        for piece, place in self._pieces(payload, pages):
             piece[:] = place
-        for piece, place in self._snapshot(payload[self._snapshot_start(len(pages)) :], slot, len(ids)):
+        for piece, place in self._snapshot(payload, slot):
             piece[:] = place
 
     def unpack(self, payload: np.ndarray, pages: Mapping[int, np.ndarray], slot: np.ndarray | None) -> None:
         """The other way, for those pages that are asked for by their place, and a slot if there is one.
         What means nothing at an edge is left as it is."""
-        num_pages = self.num_pages(payload)
-        ids_bytes = num_pages * self.page_len * 4
-        wanted = [pages.get(n) for n in range(num_pages)]
-        for piece, place in self._pieces(payload[ids_bytes:], wanted):
+        wanted = [pages.get(n) for n in range(self.num_pages(payload))]
+        for piece, place in self._pieces(payload, wanted):
             place[:] = piece
         if slot is not None:
-            edge = num_pages * self.page_len
-            for piece, place in self._snapshot(payload[self._snapshot_start(num_pages) :], slot, edge):
+            for piece, place in self._snapshot(payload, slot):
                 place[:] = piece
 
     def num_pages(self, payload: np.ndarray) -> int:
@@ -113,35 +118,33 @@ class PrefixLayout:
         one = self.num_bytes(1) - self.num_bytes(0)
         return (len(payload) - self.num_bytes(0)) // one
 
-    def _snapshot_start(self, num_pages: int) -> int:
-        return self.num_bytes(num_pages) - sum(part.tensor.num_bytes for part in self._slots)
-
     def _pieces(
         self, payload: np.ndarray, pages: Sequence[np.ndarray | None]
     ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        """Where each state of each page stands in the payload, and in the page."""
-        at = 0
-        for tensor, start in self._pages:
-            size = tensor.num_bytes
-            for page in pages:
-                if page is not None:
-                    yield payload[at : at + size], page[start : start + size]
-                at += size
+        """Where each state of each page of each rank stands in the payload, and in the page."""
+        at = 4 * self.page_len * len(pages)  # behind the ids
+        for rank in range(self.num_ranks):
+            for tensor, start in self._pages:
+                size = tensor.num_bytes
+                for page in pages:
+                    if page is not None:
+                        yield payload[at : at + size], page[rank, start : start + size]
+                    at += size
 
-    def _snapshot(
-        self, payload: np.ndarray, slot: np.ndarray, edge: int
-    ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        at = 0
-        for tensor, start, line_bytes, num_lines, columns in self._slots:
-            lines = slot[start : start + num_lines * line_bytes].reshape(num_lines, line_bytes)
-            kept = tensor.shape[0]
-            width = tensor.num_bytes // kept
-            piece = payload[at : at + tensor.num_bytes].reshape(kept, width)
-            at += tensor.num_bytes
-            first = 0 if kept == num_lines else (edge - kept) % num_lines
-            head = min(kept, num_lines - first)  # lines before the ring begins again
-            yield piece[:head], lines[first : first + head, columns]
-            yield piece[head:], lines[: kept - head, columns]
+    def _snapshot(self, payload: np.ndarray, slots: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        edge = self.num_pages(payload) * self.page_len
+        at = len(payload) - self.num_ranks * sum(part.tensor.num_bytes for part in self._slots)
+        for slot in slots:
+            for tensor, start, line_bytes, num_lines, columns in self._slots:
+                lines = slot[start : start + num_lines * line_bytes].reshape(num_lines, line_bytes)
+                kept = tensor.shape[0]
+                width = tensor.num_bytes // kept
+                piece = payload[at : at + tensor.num_bytes].reshape(kept, width)
+                at += tensor.num_bytes
+                first = 0 if kept == num_lines else (edge - kept) % num_lines
+                head = min(kept, num_lines - first)  # lines before the ring begins again
+                yield piece[:head], lines[first : first + head, columns]
+                yield piece[head:], lines[: kept - head, columns]
 
 
 def _at_edge(

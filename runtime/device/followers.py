@@ -25,6 +25,8 @@ COMMAND = [sys.executable, "-m", "hemiola.runtime.step.follower"]
 TICK = 0.1  # seconds between two looks at the followers
 SILENT = 10.0  # seconds without a heartbeat, while the leader has a core: a process that was stopped
 STUCK = 60.0  # seconds of a step in which no rank calls a kernel or meets the others
+OPENING_SILENT = 60.0  # the same while an engine opens: a process may be busy with libraries and drivers
+OPENING = 3600.0  # seconds in which ranks open
 ENDING = 5.0  # seconds in which a follower ends when it is told to
 log = logging.getLogger("hemiola")
 
@@ -33,6 +35,28 @@ class _Follower(NamedTuple):
     rank: int
     process: "subprocess.Popen[str]"
     bell: int
+
+
+class _Silence:
+    """For how long followers have not moved."""
+
+    def __init__(self) -> None:
+        self._last = time.monotonic()
+        self._seen: dict[
+            int, tuple[int, float]
+        ] = {}  # by rank: its last heartbeat, and for how long it is that
+
+    def tick(self) -> float:
+        """Seconds since the last call; if we were stopped, too, it is nobody's fault."""
+        now = time.monotonic()
+        passed, self._last = min(now - self._last, 2 * TICK), now
+        return passed
+
+    def of(self, rank: int, beat: int, passed: float) -> float:
+        """Seconds, after so many more have passed."""
+        last, since = self._seen.get(rank, (0, 0.0))
+        self._seen[rank] = beat, since + passed if last == beat else 0.0
+        return self._seen[rank][1]
 
 
 class FollowerProcesses:
@@ -52,7 +76,7 @@ class FollowerProcesses:
         self._num_moves = 0
         self._digests: dict[int, int] = {}  # the leader's own, by step
         self._opened, self._closing, self._closed = threading.Event(), threading.Event(), False
-        self._watch: threading.Thread | None = None
+        self._watches: list[threading.Thread] = []
         try:
             for rank in range(1, size):
                 self._followers.append(self._start(engine_dir, rank))
@@ -60,6 +84,11 @@ class FollowerProcesses:
             self.close()
             raise
         self._ring = RecordWriter(self.memory, [one.bell for one in self._followers], self.check)
+        self._begin(self._guard, "hemiola-opening")
+
+    def _begin(self, watch: Callable[[], None], name: str) -> None:
+        self._watches.append(threading.Thread(target=watch, name=name, daemon=True))
+        self._watches[-1].start()
 
     def _start(self, engine_dir: Path, rank: int) -> _Follower:
         """It inherits the memory and its bell, and ends when its stdin does."""
@@ -109,15 +138,22 @@ class FollowerProcesses:
         handles = [handle, *(bytes.fromhex(self._hear(one)["window"]) for one in self._followers)]
         for one in self._followers:
             self._tell(one, {"windows": [known.hex() for known in handles]})
-        self._watch = threading.Thread(target=self._guard, name="hemiola-opening", daemon=True)
-        self._watch.start()
         return handles
 
     def _guard(self) -> None:
-        """While GPUs run their first steps: nobody waits for one whose process has ended."""
+        """While ranks open, and GPUs run their first steps: nobody waits for one that has ended or hangs."""
+        silence, passed = _Silence(), 0.0
         while not self._opened.wait(TICK) and not self._closing.is_set():
-            if any(one.process.poll() is not None for one in self._followers):
-                self.memory.stop()
+            passed += (tick := silence.tick())
+            for one in self._followers:
+                if one.process.poll() is not None:
+                    self.memory.stop()
+                    return
+                if silence.of(one.rank, int(self.memory.of(one.rank)[BEAT]), tick) > OPENING_SILENT:
+                    self._lose(f"rank {one.rank} has not moved for {OPENING_SILENT:g} seconds of opening")
+                    return
+            if passed > OPENING:
+                self._lose(f"the ranks have not opened in {OPENING:g} seconds")
                 return
 
     def ready(self, on_lost: Callable[[RankLost], None]) -> None:
@@ -127,8 +163,7 @@ class FollowerProcesses:
         for one in self._followers:
             self._hear(one)
         self._opened.set()
-        self._watch = threading.Thread(target=self._look_after, name="hemiola-ranks", daemon=True)
-        self._watch.start()
+        self._begin(self._look_after, "hemiola-ranks")
 
     def _tell(self, one: _Follower, message: dict[str, Any]) -> None:
         assert one.process.stdin is not None
@@ -141,7 +176,9 @@ class FollowerProcesses:
         assert one.process.stdout is not None
         line = one.process.stdout.readline()
         if not line:
-            raise RankLost(f"rank {one.rank} {_ended(one.process)} while the engine was opened")
+            raise RankLost(
+                self._reason or f"rank {one.rank} {_ended(one.process)} while the engine was opened"
+            )
         message = json.loads(line)
         if "refused" in message:
             raise Refused("other", message=f"rank {one.rank}: {message['refused']}")
@@ -204,19 +241,15 @@ class FollowerProcesses:
     # Watching.
 
     def _look_after(self) -> None:
-        last = time.monotonic()
-        silent: dict[int, tuple[int, float]] = {}  # by rank: its last heartbeat, and for how long it is that
+        silence = _Silence()
         moves, stuck = (self._done, *self.memory.moves()), 0.0
         while not self._closing.wait(TICK):
-            now = time.monotonic()
-            passed, last = min(now - last, 2 * TICK), now  # if we were stopped, too, it is nobody's fault
+            passed = silence.tick()
             for one in self._followers:
                 if one.process.poll() is not None:
                     self._lose(f"rank {one.rank} {_ended(one.process)}{_last_words(one.process)}")
                     return
-                beat, since = int(self.memory.of(one.rank)[BEAT]), silent.get(one.rank, (0, 0.0))
-                silent[one.rank] = beat, since[1] + passed if since[0] == beat else 0.0
-                if silent[one.rank][1] > SILENT:
+                if silence.of(one.rank, int(self.memory.of(one.rank)[BEAT]), passed) > SILENT:
                     self._lose(f"rank {one.rank} has not moved for {SILENT:g} seconds")
                     return
             found = (self._done, *self.memory.moves())
@@ -271,8 +304,9 @@ class FollowerProcesses:
             one.process.stdout.close()
             os.close(one.bell)
         self._followers = []
-        if self._watch is not None and self._watch is not threading.current_thread():
-            self._watch.join()
+        for watch in self._watches:
+            if watch is not threading.current_thread():
+                watch.join()
         if self.windows is not None:
             self.windows.close()
         self.memory.close()

@@ -55,9 +55,9 @@ class Carrier:
             lent.wait()
             made = written(self._form, lent.edge, lent.kind, cache_salt)
             slot = self._slot()
-            for view, part in _paired(lent.state, slot):
+            for view, part in self._paired(lent.state, slot):
                 part[:] = view
-            self._layout.pack(ids[: lent.edge], _numbers(lent.pages), slot, made.payload)
+            self._layout.pack(ids[: lent.edge], self._numbers(lent.pages), slot, made.payload)
         finally:
             if (one := lent) is not None:
                 self._visit(lambda prefix: moves.take_back(prefix, one))
@@ -80,10 +80,10 @@ class Carrier:
                 return found.edge
             given.wait()
             slot = self._slot() if given.state else None
-            pages = dict(zip(given.pages, _numbers(given.pages.values()), strict=True))
+            pages = dict(zip(given.pages, self._numbers(given.pages.values()), strict=True))
             self._layout.unpack(found.payload, pages, slot)
             if slot is not None:
-                for view, part in _paired(given.state, slot):
+                for view, part in self._paired(given.state, slot):
                     view[:] = part
             end = moves.adopt
         finally:
@@ -92,18 +92,19 @@ class Carrier:
         return found.edge
 
     def _slot(self) -> np.ndarray:
-        return np.zeros(self._layout.slot_bytes, np.uint8)
+        return np.zeros((self._layout.num_ranks, self._layout.slot_bytes), np.uint8)
 
+    def _numbers(self, units: Iterable[memoryview | bytes]) -> list[np.ndarray]:
+        """[ranks, bytes of a page] each."""
+        return [np.frombuffer(unit, np.uint8).reshape(self._layout.num_ranks, -1) for unit in units]
 
-def _numbers(units: Iterable[memoryview | bytes]) -> list[np.ndarray]:
-    return [np.frombuffer(unit, np.uint8) for unit in units]
-
-
-def _paired(units: Iterable[memoryview | bytes], slot: np.ndarray) -> list[tuple[np.ndarray, np.ndarray]]:
-    """A slot cut to units, of which the last has room behind it: the bytes of both."""
-    pairs, at = [], 0
-    for unit in _numbers(units):
-        part = slot[at : at + len(unit)]
-        pairs.append((unit[: len(part)], part))
-        at += len(unit)
-    return pairs
+    def _paired(
+        self, units: Iterable[memoryview | bytes], slots: np.ndarray
+    ) -> list[tuple[np.ndarray, np.ndarray]]:
+        """Slots cut to units, of which the last has room behind it: the bytes of both."""
+        pairs, at = [], 0
+        for unit in self._numbers(units):
+            part = slots[:, at : at + unit.shape[1]]
+            pairs.append((unit[:, : part.shape[1]], part))
+            at += unit.shape[1]
+        return pairs

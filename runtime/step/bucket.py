@@ -6,7 +6,8 @@ greedy step pays for sampling.
 """
 
 import itertools
-from collections.abc import Iterable, Sequence
+from array import array
+from collections.abc import Iterable
 from typing import Generic, NamedTuple, TypeVar
 
 import numpy as np
@@ -15,10 +16,11 @@ from hemiola.plugins.step.plan import COLUMNS
 from hemiola.runtime.choose.rules import RuleTable, sorts
 from hemiola.runtime.config import Resolved
 from hemiola.runtime.schedule.plan import Plan, Row
-from hemiola.runtime.step.pack import pack, padded
+from hemiola.runtime.step.pack import MasksOfRows, padded
 
 A = TypeVar("A")
 ROWS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
+TOKEN = COLUMNS.index("token")
 FEW_PAIRS = 128  # a head reads so many in the time of its weights
 RULES = GREEDY, DRAWN, SORTED, ANY = range(4)  # of a bucket; ANY: logprobs and grammars, too
 
@@ -151,25 +153,23 @@ def _rules_of(rows: list[Row]) -> int:
 
 
 def send(
-    rows: Sequence[Row], bucket: Bucket, changes: np.ndarray, words: int, has_head: bool
+    numbers: "array[int]", bucket: Bucket, changes: np.ndarray, words: int, masks: MasksOfRows
 ) -> Sent[np.ndarray]:
-    """A plan's rows in a bucket. changes of the page table: at most num_changes; words: of a grammar's
-    mask."""
-    numbers, _ = pack(rows, has_head)
+    """A packed plan in a bucket. changes of the page table: at most num_changes; words: of a mask."""
     plan = np.frombuffer(padded(numbers, bucket.rows), np.int32).reshape(-1, len(COLUMNS))
     room = np.zeros((num_changes(bucket.rows), 2), np.int64)  # place 0, of the dump slot, has page 0
     room[: len(changes)] = changes
     if bucket.rules != ANY:
         return Sent(plan, room, np.zeros(0, np.int64), np.zeros((1, 0), np.int32))
-    return Sent(plan, room, *_pack_masks(rows, bucket.tokens, words))
+    return Sent(plan, room, *_pack_masks(plan[:, TOKEN], bucket.tokens, words, masks))
 
 
-def _pack_masks(rows: Sequence[Row], num_tokens: int, words: int) -> tuple[np.ndarray, np.ndarray]:
-    """What grammars allow: `mask` and `bits` of Sent."""
-    mask, bits, end = np.zeros(num_tokens, np.int64), [np.full(words, 2**32 - 1, np.uint32)], 0
-    for row in rows:
-        start, end = end, end + row.num_tokens
-        if row.guide is not None:
-            mask[start:end] = range(len(bits), len(bits) + row.num_tokens)
-            bits += [line[:words] for line in row.guide.masks[: row.num_tokens]]
+def _pack_masks(
+    firsts: np.ndarray, num_tokens: int, words: int, masks: MasksOfRows
+) -> tuple[np.ndarray, np.ndarray]:
+    """`mask` and `bits` of Sent. firsts: of each row the first token."""
+    mask, bits = np.zeros(num_tokens, np.int64), [np.full(words, 2**32 - 1, np.uint32)]
+    for n, lines in masks.items():
+        mask[firsts[n] : firsts[n] + len(lines)] = range(len(bits), len(bits) + len(lines))
+        bits += [line[:words] for line in lines]
     return mask, np.stack(bits).view(np.int32)

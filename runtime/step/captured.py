@@ -31,6 +31,7 @@ from hemiola.runtime.step.bucket import (
 )
 from hemiola.runtime.step.choice import Argmax, ByRules, Masks
 from hemiola.runtime.step.output import StepOutput
+from hemiola.runtime.step.pack import Ready
 from hemiola.runtime.step.parts import EngineParts, program_of
 from hemiola.runtime.step.program import MARKS, Feed
 
@@ -55,7 +56,6 @@ class Captured:
         self.rules = RuleTable(config.num_slots, ledger.device)
         self.buckets = buckets_of(config)
         self._find = Buckets(config)
-        self._has_head = config.drafts == "mtp"
         self._stage = Stage([self.shapes(bucket) for bucket in self.buckets], ledger.device)
         self._graphs: Graphs[Bucket, CapturedResult] | None = None
         self.num_steps = 0
@@ -97,17 +97,20 @@ class Captured:
         """Ids of drafts that the host reads."""
         return self._config.num_drafts if bucket.rules == ANY else 0
 
-    def launch(self, plan: Plan, bucket: Bucket) -> StepOutput:
+    def launch(self, plan: Plan, ready: Ready, bucket: Bucket) -> StepOutput:
         """Start a step; its output can be read when a fence behind it has been passed."""
+        return self._output(plan, bucket, self.repeat(ready, bucket))
+
+    def repeat(self, ready: Ready, bucket: Bucket) -> CapturedResult:
+        """The same where nobody reads it."""
         changes = self._table.changes()
         if len(changes) > num_changes(bucket.rows):
             self._ops.change(*upload(self._ledger.device, changes), self._table.on_device)
             changes = changes[:0]
         words = num_words(self._config.vocab_size)
-        self._stage.send(send(plan.rows, bucket, changes, words, self._has_head))
-        result = self.run(bucket)
+        self._stage.send(send(ready.packed.numbers, bucket, changes, words, ready.masks))
         self.num_steps += 1
-        return self._output(plan, bucket, result)
+        return self.run(bucket)
 
     def run(self, bucket: Bucket, /) -> CapturedResult:
         return self.step(bucket) if self._graphs is None else self._graphs.replay(bucket)

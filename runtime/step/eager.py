@@ -14,7 +14,7 @@ from hemiola.runtime.device.transfer import fetch, upload
 from hemiola.runtime.schedule.plan import Plan
 from hemiola.runtime.step.choice import Argmax, ByRules, Masks
 from hemiola.runtime.step.output import StepOutput
-from hemiola.runtime.step.pack import pack
+from hemiola.runtime.step.pack import Packed
 from hemiola.runtime.step.parts import EngineParts, program_of
 from hemiola.runtime.step.program import MARKS, Chooser, Feed
 from hemiola.runtime.step.prompt_lines import WithPrompts, most_lines
@@ -28,19 +28,18 @@ class EagerSteps:
         self, parts: EngineParts, trunk: Trunk, head: Drafter | None, prompts: Prompts | None = None
     ) -> None:
         self._ops, self._config, self._ledger, self._table, _ = parts
-        self._has_head = self._config.drafts == "mtp"
         self._groups = RecentGroups(self._ledger.device)
         self.program = program_of(parts, lambda batch: trunk.run(batch), head)
         self._of_all_lines = program_of(parts, lambda batch: trunk.run_all(batch), None)
         self.prompts = prompts
         self._at_once = most_lines(self._config)
 
-    def launch(self, plan: Plan) -> StepOutput:
+    def launch(self, plan: Plan, packed: Packed) -> StepOutput:
         """Start a step; its output can be read when a fence behind it has been passed."""
-        numbers, sizes = pack(plan.rows, self._has_head)
+        numbers, sizes = packed
         device = self._ledger.device
-        packed = np.frombuffer(numbers, np.int32).reshape(-1, len(COLUMNS))
-        table, changes = upload(device, packed, self._table.changes())
+        lines = np.frombuffer(numbers, np.int32).reshape(-1, len(COLUMNS))
+        table, changes = upload(device, lines, self._table.changes())
         told_drafts = self._config.num_drafts if any(row.guide for row in plan.rows) else 0
         line = sizes.width + ANSWERS + told_drafts
         told = torch.zeros(MARKS + sizes.rows * line, dtype=torch.int64, device=device)

@@ -12,6 +12,7 @@ import time
 import traceback
 from collections.abc import Callable
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, TextIO
@@ -30,6 +31,7 @@ from hemiola.runtime.device.memory import Storage, free_bytes
 from hemiola.runtime.device.ranks import BEAT, CALLS, LANDED, MOVED, Digest, SharedMemory, digest_of
 from hemiola.runtime.device.ring import RecordReader
 from hemiola.runtime.device.session import Session
+from hemiola.runtime.device.transfer import fence, fetch
 from hemiola.runtime.device.windows import Windows
 from hemiola.runtime.errors import Refused, one_line
 from hemiola.runtime.step.record import Move, StepRecord, unpacked
@@ -72,19 +74,27 @@ class Replica:
         self._rules: dict[int, Rule] = {}  # by slot
         self.on_cpu = storage.device.type == "cpu"
 
-    def run(self, record: StepRecord) -> Digest | None:
-        """One step, in the leader's order."""
+    def run(self, record: StepRecord) -> Callable[[], Digest] | None:
+        """One step, in the leader's order. What is returned waits for its end, and says what the ledger holds
+        then."""
         self._pages.put(record.changes)
         for opening in record.openings:
             if opening.restore_from:
                 self._storage.copy_slot(opening.restore_from, opening.slot_id)
             self._rules[opening.slot_id] = opening.rule
             self.steps.open(opening.slot_id, opening.ids, opening.start, opening.rule)
-        self.steps.launch(record.plan(self._rules))
+        self.steps.repeat(record.ready, record.fitted, lambda: record.plan(self._rules))
         if not record.is_checked:
             return None
         ledger = self.steps.ledger
-        return Digest(record.number, int(digest_of(ledger.ids, ledger.lengths, record.slot_ids)))
+        (digest,) = fetch([digest_of(ledger.ids, ledger.lengths, record.slot_ids)])
+        passed = fence(ledger.device)
+
+        def told() -> Digest:
+            passed()
+            return Digest(record.number, int(digest))
+
+        return told
 
     def move(self, move: Move) -> Callable[[], None]:
         """To or from the host's units. Returns a function that waits until it is done."""
@@ -103,12 +113,17 @@ def main() -> None:
     rank = job["rank"]
     try:
         memory = SharedMemory(job["memory"], job["size"], job["token"])
+        calls: list[Callable[[], int]] = []
+        threading.Thread(target=_beat, args=(memory.of(rank), calls), daemon=True).start()
         replica = _open(Path(job["engine_dir"]), memory, rank, heard, said)
     except Refused as error:
         _say(said, refused=str(error))
         return
     threading.Thread(target=_end_with, args=(heard, job["leader"]), daemon=True).start()
-    threading.Thread(target=_beat, args=(memory.of(rank), replica.on_cpu), daemon=True).start()
+    if replica.on_cpu:
+        from hemiola.plugins.cpu.steps import num_calls  # numba is not needed elsewhere
+
+        calls.append(num_calls)
     _say(said, ready=True)
     try:
         follow(replica, memory, rank, RecordReader(memory, rank, job["bell"]))
@@ -121,24 +136,34 @@ def main() -> None:
 def follow(replica: Replica, memory: SharedMemory, rank: int, reader: RecordReader) -> None:
     """The leader's steps, until something ends this process."""
     moves: SimpleQueue[Callable[[], None]] = SimpleQueue()
-    threading.Thread(target=_count, args=(moves, memory.of(rank)), daemon=True).start()
+    digests: SimpleQueue[Callable[[], None]] = SimpleQueue()
+    for things, done in ((moves, partial(_count, memory.of(rank))), (digests, lambda: None)):
+        threading.Thread(target=_wait_for, args=(things, done), daemon=True).start()
     while True:
         record = unpacked(reader.read())
         if isinstance(record, Move):
             moves.put(replica.move(record))
             continue
-        digest = replica.run(record)
-        if digest is not None:
-            memory.post(rank, digest)
+        told = replica.run(record)
+        if told is not None:
+            digests.put(partial(_post, memory, rank, told))
         memory.of(rank)[LANDED] = record.number
 
 
-def _count(moves: "SimpleQueue[Callable[[], None]]", own: np.ndarray) -> None:
-    """Moves that are done: a GPU's copies go on beside the steps that follow. One that fails ends all."""
+def _post(memory: SharedMemory, rank: int, told: Callable[[], Digest]) -> None:
+    memory.post(rank, told())
+
+
+def _count(own: np.ndarray) -> None:
+    own[MOVED] += 1
+
+
+def _wait_for(things: "SimpleQueue[Callable[[], None]]", done: Callable[[], None]) -> None:
+    """Of a GPU, which goes on beside the steps that follow. What fails ends all."""
     try:
         while True:
-            moves.get()()
-            own[MOVED] += 1
+            things.get()()
+            done()
     except Exception:
         traceback.print_exc()
         os._exit(1)
@@ -200,14 +225,11 @@ def _end_without(leader: int) -> None:
     os._exit(0)
 
 
-def _beat(own: np.ndarray, on_cpu: bool) -> None:
-    num_calls = None
-    if on_cpu:
-        from hemiola.plugins.cpu.steps import num_calls  # numba is not needed elsewhere
-
+def _beat(own: np.ndarray, calls: list[Callable[[], int]]) -> None:
+    """calls: who counts kernels, once there is one."""
     while True:
         own[BEAT] += 1
-        own[CALLS] = num_calls() if num_calls else 0
+        own[CALLS] = sum(count() for count in calls)
         time.sleep(HEARTBEAT)
 
 

@@ -1,8 +1,10 @@
-"""A plan as one table of numbers, for every kind of step (plugins/step/plan.py)."""
+"""A plan as one table of numbers, for every kind of step and for all ranks (plugins/step/plan.py)."""
 
 from array import array
 from collections.abc import Sequence
 from typing import NamedTuple
+
+import numpy as np
 
 from hemiola.plugins.step.plan import COLUMNS
 from hemiola.runtime.schedule.plan import Row
@@ -20,8 +22,33 @@ class PlanSizes(NamedTuple):
     passes: int  # most drafts of a row
 
 
-def pack(rows: Sequence[Row], has_head: bool) -> "tuple[array[int], PlanSizes]":
-    """The table [N + 1, 10] int32, flat; has_head: an MTP head reads pairs and drafts."""
+class Packed(NamedTuple):
+    """What every rank gets of a plan's rows."""
+
+    numbers: "array[int]"  # the table [N + 1, 10] int32, flat
+    sizes: PlanSizes
+
+
+MasksOfRows = dict[
+    int, list[np.ndarray]
+]  # of rows that follow a grammar: for each of its lines, what it allows
+
+
+class Ready(NamedTuple):
+    """A plan as executors take it, made once."""
+
+    packed: Packed
+    masks: MasksOfRows
+
+
+def masks_of(rows: Sequence[Row]) -> MasksOfRows:
+    """By place in the plan."""
+    guided = [(n, row, row.guide) for n, row in enumerate(rows) if row.guide is not None]
+    return {n: guide.masks[: 1 + row.num_drafts] if row.chooses else [] for n, row, guide in guided}
+
+
+def pack(rows: Sequence[Row], has_head: bool) -> Packed:
+    """has_head: an MTP head reads pairs and drafts."""
     numbers = array("i")
     tokens = lines = pairs = drafting = passes = 0
     width = 1
@@ -40,7 +67,7 @@ def pack(rows: Sequence[Row], has_head: bool) -> "tuple[array[int], PlanSizes]":
             drafting += room > 0
         passes = max(passes, room)
     numbers.extend((tokens, lines, pairs, drafting, 0, 0, 0, 0, 0, 0))
-    return numbers, PlanSizes(len(rows), tokens, lines, pairs, drafting, width, passes)
+    return Packed(numbers, PlanSizes(len(rows), tokens, lines, pairs, drafting, width, passes))
 
 
 def padded(numbers: "array[int]", num_rows: int) -> "array[int]":

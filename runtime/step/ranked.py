@@ -91,10 +91,12 @@ class RankedSteps:
         self._number += 1
         is_checked = self._number % CHECKED_EVERY == 0
         changes = self.steps.table.tell()
-        given = self._number, plan, self._openings, changes, self._has_head, is_checked
+        ready, fitted = self.steps.ready(plan), self.steps.fit(plan)
+        scored = {n: row.scored for n, row in enumerate(plan.rows) if row.scored is not None}
+        given = self._openings, ready, fitted, changes, scored, self._has_head, is_checked
         self._openings = []
-        self._followers.send(self._number, packed(StepRecord.of(*given)))
-        launched = self._watched(lambda: self.steps.launch(plan))
+        self._followers.send(self._number, packed(StepRecord(self._number, *given)))
+        launched = self._watched(lambda: self.steps.launch_as(plan, ready, fitted))
         number, digest, ledger = self._number, None, self.steps.ledger
         if is_checked:
             slot_ids = [row.slot_id for row in plan.rows]

@@ -6,7 +6,6 @@ came when the slot was taken, and what a grammar allows.
 """
 
 import pickle
-from array import array
 from collections.abc import Mapping
 from itertools import pairwise
 from typing import Any, Literal, NamedTuple, cast
@@ -17,7 +16,10 @@ from hemiola.plugins.step.plan import COLUMNS, PlanFields
 from hemiola.runtime.choose.rule import Rule
 from hemiola.runtime.schedule.plan import Opening, Plan, Row, Scored
 from hemiola.runtime.schedule.request import Request
-from hemiola.runtime.step.pack import pack
+from hemiola.runtime.step.pack import Ready
+from hemiola.runtime.step.steps import Fitted
+
+SLOT = COLUMNS.index("slot")
 
 
 class StepRecord(NamedTuple):
@@ -25,46 +27,30 @@ class StepRecord(NamedTuple):
 
     number: int
     openings: list[Opening]
-    table: "array[int]"  # [N + 1, 10], packed
+    ready: Ready
+    fitted: Fitted
     changes: np.ndarray  # [E, 2] int64, entries of the page table
-    masks: dict[int, list[np.ndarray]]  # by row, of those that follow a grammar
     scored: dict[int, Scored]  # by row, of those whose prompts are scored
     has_head: bool
     is_checked: bool  # each rank posts a digest of its ledger
 
-    @staticmethod
-    def of(
-        number: int,
-        plan: Plan,
-        openings: list[Opening],
-        changes: np.ndarray,
-        has_head: bool,
-        is_checked: bool,
-    ) -> "StepRecord":
-        table, _ = pack(plan.rows, has_head)
-        masks = {
-            n: row.guide.masks[: 1 + row.num_drafts] if row.chooses else []
-            for n, row in enumerate(plan.rows)
-            if row.guide is not None
-        }
-        scored = {n: row.scored for n, row in enumerate(plan.rows) if row.scored is not None}
-        return StepRecord(number, openings, table, changes, masks, scored, has_head, is_checked)
-
     @property
     def slot_ids(self) -> list[int]:
-        return [line.slot for line in self._lines()[:-1]]
+        """Of all rows."""
+        return self.ready.packed.numbers[SLOT : -len(COLUMNS) : len(COLUMNS)].tolist()
 
     def _lines(self) -> list[PlanFields]:
         width = len(COLUMNS)
-        return [PlanFields(*self.table[at : at + width]) for at in range(0, len(self.table), width)]
+        numbers = self.ready.packed.numbers
+        return [PlanFields(*numbers[at : at + width]) for at in range(0, len(numbers), width)]
 
     def plan(self, rules: Mapping[int, Rule]) -> Plan:
-        """The same plan, of rows without requests. rules: by slot."""
+        """The plan again, of rows without requests: for steps that run op by op. rules: by slot."""
         lines = enumerate(pairwise(self._lines()))
         return Plan([self._row(n, *pair, rules) for n, pair in lines], self.openings)
 
     def _row(self, n: int, line: PlanFields, after: PlanFields, rules: Mapping[int, Rule]) -> Row:
-        guide = MaskedGuide(self.masks[n]) if n in self.masks else None
+        guide = MaskedGuide(self.ready.masks[n]) if n in self.ready.masks else None
         return Row(
             request=cast(Request, RowOwner(rules[line.slot], guide)),
             slot_id=line.slot,

@@ -20,7 +20,7 @@ from hemiola.runtime.device.session import Computed
 from hemiola.runtime.schedule.plan import Plan
 from hemiola.runtime.step.choice import Argmax
 from hemiola.runtime.step.output import StepOutput
-from hemiola.runtime.step.pack import PlanSizes, pack
+from hemiola.runtime.step.pack import Packed
 from hemiola.runtime.step.parts import EngineParts
 from hemiola.runtime.step.program import MARKS, Batch, Drafting, Feed, Pairs, Program, ProgramParts, StepState
 
@@ -58,17 +58,17 @@ class Recorded:
     def open(self, slot_id: int, rule: Rule) -> None:
         """Nothing of a request is kept here."""
 
-    def fit(self, plan: Plan) -> "tuple[array[int], PlanSizes] | None":
-        """The packed plan; None: a row takes more than an argmax."""
+    def fit(self, plan: Plan) -> bool:
+        """Whether no row takes more than an argmax."""
         for row in plan.rows:
             takes_more = row.chooses and (not row.rule.plain or row.guide is not None)
             if takes_more or row.scored is not None:
-                return None
-        return pack(plan.rows, self._has_head)
+                return False
+        return True
 
-    def launch(self, plan: Plan, fitted: "tuple[array[int], PlanSizes]") -> StepOutput:
+    def launch(self, plan: Plan, packed: Packed) -> StepOutput:
         """All of it is done when this returns."""
-        numbers, sizes = fitted
+        numbers, sizes = packed
         told = array("q", bytes(8 * (MARKS + sizes.rows * (sizes.width + ANSWERS))))
         if sizes.lines > len(self.logits):
             self.logits = torch.empty(sizes.lines, self._width)

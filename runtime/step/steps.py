@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol
 
 import numpy as np
 import torch
@@ -18,15 +18,20 @@ from hemiola.runtime.device.session import Drafter, Trunk
 from hemiola.runtime.manifest_parts import HIDDEN
 from hemiola.runtime.progress import Report, silent
 from hemiola.runtime.schedule.plan import Launched, Plan
+from hemiola.runtime.step.bucket import Bucket
 from hemiola.runtime.step.captured import Captured
 from hemiola.runtime.step.eager import EagerSteps
 from hemiola.runtime.step.ledger import Ledger
+from hemiola.runtime.step.pack import Ready, masks_of, pack
 from hemiola.runtime.step.parts import EngineParts
 from hemiola.runtime.step.prompts import Prompts
 from hemiola.runtime.step.table import PageTable, TableSource
 
 if TYPE_CHECKING:
     from hemiola.runtime.step.recorded import Record, Recorded  # numba is not needed elsewhere
+
+
+Fitted = Bucket | Literal[True] | None  # of which sizes; whole, of any size; op by op
 
 
 class AllSteps:
@@ -39,9 +44,11 @@ class AllSteps:
         table: PageTable,
         whole: "Captured | Recorded | None",
         eager: EagerSteps,
+        has_head: bool,
     ) -> None:
         self.ops, self.ledger, self.table = ops, ledger, table
         self.whole, self.eager = whole, eager
+        self._has_head = has_head
 
     def open(self, slot_id: int, ids: np.ndarray, start: int, rule: Rule) -> None:
         """A request takes a slot, and begins at `start`."""
@@ -51,10 +58,33 @@ class AllSteps:
 
     def launch(self, plan: Plan) -> Launched:
         """Start a step; its output can be read when a fence behind it has been passed."""
-        fitted = self.whole.fit(plan) if self.whole is not None else None
-        if self.whole is None or fitted is None:
-            return self.eager.launch(plan)
-        return self.whole.launch(plan, fitted)  # type: ignore[arg-type]
+        return self.launch_as(plan, self.ready(plan), self.fit(plan))
+
+    def ready(self, plan: Plan) -> Ready:
+        """All that executors take of it, but for rules and prompts that are scored."""
+        return Ready(pack(plan.rows, self._has_head), masks_of(plan.rows))
+
+    def fit(self, plan: Plan) -> Fitted:
+        """How the plan is run."""
+        return (self.whole.fit(plan) or None) if self.whole is not None else None
+
+    def launch_as(self, plan: Plan, ready: Ready, fitted: Fitted) -> Launched:
+        """See launch."""
+        if fitted is None:
+            return self.eager.launch(plan, ready.packed)
+        if isinstance(fitted, Bucket):
+            assert isinstance(self.whole, Captured)
+            return self.whole.launch(plan, ready, fitted)
+        assert self.whole is not None
+        return self.whole.launch(plan, ready.packed)  # type: ignore[call-arg]
+
+    def repeat(self, ready: Ready, fitted: Fitted, plan: Callable[[], Plan]) -> None:
+        """The same on a rank that reads no output. plan: makes one, of rows that have no requests."""
+        if isinstance(fitted, Bucket):
+            assert isinstance(self.whole, Captured)
+            self.whole.repeat(ready, fitted)
+        else:
+            self.launch_as(Plan() if fitted else plan(), ready, fitted)
 
 
 class Engine(Trunk, Drafter, Protocol):
@@ -87,7 +117,7 @@ def make_steps(
 ) -> AllSteps:
     """An engine's executors. held: gets what must be closed behind them."""
     ring = storage.tensors[HIDDEN] if config.drafts == "mtp" else torch.empty(0)
-    on_cpu = device.type == "cpu"
+    on_cpu, has_head = device.type == "cpu", config.drafts == "mtp"
     ops, ledger = forms("compiled" if on_cpu else "cuda"), Ledger(config, device)
     table = PageTable(pages, device, is_copy=config.cuda_graphs or not on_cpu)
     parts = EngineParts(ops, config, ledger, table, ring)
@@ -96,13 +126,14 @@ def make_steps(
         captured = Captured(parts, session, session)
         if device.type == "cuda":
             capture(captured, prompts, held, report)
-        return AllSteps(ops, ledger, table, captured, EagerSteps(parts, session, session, prompts))
+        eager = EagerSteps(parts, session, session, prompts)
+        return AllSteps(ops, ledger, table, captured, eager, has_head)
     whole = None
     if session.recordings:
         from hemiola.runtime.step.recorded import Recorded  # numba is not needed elsewhere
 
         whole = Recorded(parts, session.recordings, storage.poison, session.ranks)
-    return AllSteps(ops, ledger, table, whole, EagerSteps(parts, session, session))
+    return AllSteps(ops, ledger, table, whole, EagerSteps(parts, session, session), has_head)
 
 
 def capture(captured: Captured, prompts: Prompts, held: ExitStack, report: Report) -> None:

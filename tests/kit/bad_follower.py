@@ -12,7 +12,7 @@ from hemiola.runtime.step.record import Move, StepRecord
 
 
 class BadReplica(follower.Replica):
-    def run(self, record: StepRecord) -> Digest | None:
+    def run(self, record: StepRecord) -> Callable[[], Digest] | None:
         if record.number == 5:
             match sys.argv[1]:
                 case "dies":
@@ -40,6 +40,10 @@ if __name__ == "__main__":
         follower.build = lambda: "hemiola 0.0 with torch 1.0"
     if sys.argv[1] == "no memory":
         follower.free_bytes = lambda *given: 1000
+    if sys.argv[1] == "stops opening":
+        follower.free_bytes = lambda *given: os.kill(os.getpid(), signal.SIGSTOP)
+    if sys.argv[1] == "hangs opening":
+        follower.free_bytes = lambda *given: time.sleep(1000)
     if sys.argv[1] == "ends at once":
         sys.exit(3)
     follower.Replica = BadReplica  # type: ignore[misc]

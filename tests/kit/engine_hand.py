@@ -9,6 +9,7 @@ import random
 from collections import deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from kit.demands import Demands, later
@@ -215,17 +216,17 @@ class EngineHand(Hand):
 
         scheduler.plan, scheduler.commit = shuffled, keep
         steps = self.steps
-        launch = steps.launch
+        launch = steps.launch_as
 
-        def launch_and_keep(plan: Plan) -> Launched:
-            output = launch(plan)
+        def launch_and_keep(plan: Plan, *given: Any) -> Launched:
+            output = launch(plan, *given)
             if not self._is_scripted:
                 self._keep_drafts(plan)
             if self.config.cuda_graphs:
                 self._look_at_table(plan)
             return output
 
-        steps.launch = launch_and_keep
+        steps.launch_as = launch_and_keep
         if isinstance(steps.whole, Captured):
             self._watch_captured(steps.whole)
         elif steps.whole is not None:

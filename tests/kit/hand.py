@@ -3,6 +3,7 @@
 import math
 import random
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -99,20 +100,20 @@ class Hand:
     def _watch_steps(self) -> None:
         scheduler = self.loop.scheduler
         steps = getattr(self.loop.steps, "steps", self.loop.steps)  # of a leader, its own
-        launch, commit = steps.launch, scheduler.commit
+        launch, commit = steps.launch_as, scheduler.commit
         has_head = self.loop.config.drafts == "mtp"
 
-        def launch_and_note(plan: Plan) -> Launched:
+        def launch_and_note(plan: Plan, *given: Any) -> Launched:
             found = later(filled(steps, plan, has_head).rows)
             self.look(plan, lambda: self.note(plan, *found()))
-            return launch(plan)
+            return launch(plan, *given)
 
         def look_and_commit(plan: Plan, outcome: Outcome) -> None:
             for look in self._looks.pop(id(plan), (plan, []))[1]:
                 look()
             commit(plan, outcome)
 
-        steps.launch, scheduler.commit = launch_and_note, look_and_commit
+        steps.launch_as, scheduler.commit = launch_and_note, look_and_commit
 
     def look(self, plan: Plan, look: Callable[[], None]) -> None:
         """As soon as the step is done: a wait before that would keep steps from being under way together."""

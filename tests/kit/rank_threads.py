@@ -129,7 +129,11 @@ class RankThreads:
         return [pool.submit(run, own) for pool, own in zip(self._pools, self._replicas, strict=True)]
 
     def send(self, number: int, record: bytes) -> None:
-        self._under_way = self._submit(lambda replica: replica.run(cast(StepRecord, unpacked(record))))
+        def run(replica: Replica) -> Digest | None:
+            told = replica.run(cast(StepRecord, unpacked(record)))
+            return told and told()
+
+        self._under_way = self._submit(run)
 
     def move(self, record: bytes) -> None:
         self.num_moves += 1

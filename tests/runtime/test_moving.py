@@ -67,17 +67,13 @@ def test_a_prefix_in_the_file_is_read_to_be_packed(engine_dir: Path, tmp_path: P
     assert found[0] == found[1]
 
 
-def test_who_cannot_move_prefixes_says_so(engine_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_cannot_move_prefixes_says_so(engine_dir: Path) -> None:
     prompt = list(range(2, 100))
     with LLM(engine_dir) as llm:
         for asked in (lambda: llm.export_prefix(prompt), lambda: llm.import_prefix(b"")):
             with pytest.raises(Refused, match="_prefix needs host_cache_bytes") as refused:
                 asked()
             assert refused.value.code == "conflict"
-        monkeypatch.setattr(llm, "manifest", llm.manifest.model_copy(update={"tp": 2}))
-        with pytest.raises(Refused, match="each of the engine's 2 ranks") as refused:
-            llm.export_prefix(prompt)
-        assert refused.value.code == "unsupported"
 
 
 def test_bad_calls_are_refused_and_the_engine_goes_on(engine_dir: Path) -> None:

@@ -35,6 +35,8 @@ def short_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
 
     for module in (windows, cuda, agree, gather):
         monkeypatch.setattr(module, "pieces_of", short)
+    for module in (windows, cuda):
+        monkeypatch.setattr(module, "blocks_of", short)
 
 
 def parts_of(size: int, shape: tuple[int, int], dtype: torch.dtype, seed: int) -> list[torch.Tensor]:
@@ -46,31 +48,38 @@ def parts_of(size: int, shape: tuple[int, int], dtype: torch.dtype, seed: int) -
 @pytest.mark.parametrize("twice", [False, True], ids=["once", "twice"])
 @pytest.mark.parametrize("size", [2, 4])
 def test_a_gpu_s_sum_is_the_reference_s_tree(size: int, twice: bool, dtype: torch.dtype) -> None:
-    """Also where a step has more pieces than programs, and steps of all sizes follow each other."""
+    """Also where a step has more pieces than programs, and steps of all sizes follow each other, in lines
+    and in blocks."""
     steps = [parts_of(size, shape, dtype, seed) for seed, shape in enumerate(SHAPES)]
 
     def run(rank: int, group: torch.Tensor) -> list[torch.Tensor]:
-        return [cuda.sum(parts[rank], group, twice=twice) for parts in steps]
+        ways = [False, True, True, False] * 2
+        return [
+            cuda.sum(parts[rank], group, twice=twice, whole=whole)
+            for parts, whole in zip(steps * 2, ways, strict=True)
+        ]
 
     for found in SharedWindows(size).run(run):
-        for mine, parts in zip(found, steps, strict=True):
+        for mine, parts in zip(found, steps * 2, strict=True):
             assert same_bits(mine, tree([part.float() for part in parts]).to(dtype))
 
 
+@pytest.mark.parametrize("whole", [False, True], ids=["lines", "blocks"])
 @pytest.mark.parametrize(("size", "twice"), [(2, False), (8, True)], ids=["2, once", "8, twice"])
-def test_a_residual_is_added_before_a_gpu_rounds(size: int, twice: bool) -> None:
+def test_a_residual_is_added_before_a_gpu_rounds(size: int, twice: bool, whole: bool) -> None:
     parts = parts_of(size, (7, 40), torch.bfloat16, 0)
     residual = parts_of(1, (7, 40), torch.bfloat16, 1)[0]
-    run = partial(cuda.sum, residual=residual, twice=twice)
+    run = partial(cuda.sum, residual=residual, twice=twice, whole=whole)
     for found in SharedWindows(size).run(lambda rank, group: run(parts[rank], group)):
         assert same_bits(found, (tree([part.float() for part in parts]) + residual.float()).bfloat16())
 
 
-def test_numbers_of_pieces_wrap_around() -> None:
+@pytest.mark.parametrize("whole", [False, True], ids=["lines", "blocks"])
+def test_numbers_of_pieces_wrap_around(whole: bool) -> None:
     parts, shared = parts_of(2, (9, 32), torch.bfloat16, 0), SharedWindows(2)
     for group in shared.groups:
         group[-128:] = 2**32 - 3
-    found = shared.run(lambda rank, group: [cuda.sum(parts[rank], group) for _ in range(4)])
+    found = shared.run(lambda rank, group: [cuda.sum(parts[rank], group, whole=whole) for _ in range(4)])
     wanted = (parts[0].float() + parts[1].float()).bfloat16()
     assert all(same_bits(mine, wanted) for own in found for mine in own)
 
@@ -101,12 +110,13 @@ def test_a_gpu_s_logits_stand_in_the_order_of_the_ranks() -> None:
         assert same_bits(found, torch.cat(parts, 1))
 
 
-def test_a_kernel_that_waits_for_a_lost_rank_ends() -> None:
+@pytest.mark.parametrize("whole", [False, True], ids=["lines", "blocks"])
+def test_a_kernel_that_waits_for_a_lost_rank_ends(whole: bool) -> None:
     """By a word that another process writes; nobody spins for ever."""
     shared = SharedWindows(2)
 
     def run(rank: int, group: torch.Tensor) -> Any:
-        return None if rank else cuda.sum(torch.ones(2, 16), group) is not None
+        return None if rank else cuda.sum(torch.ones(2, 16), group, whole=whole) is not None
 
     timer = threading.Timer(0.5, lambda: setattr(shared.stop, "value", 1))
     timer.start()

@@ -1,6 +1,7 @@
 """What ranks on GPUs launch is compiled, and a message of any size is cut so that windows hold it."""
 
 import random
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -10,10 +11,10 @@ from hemiola.plugins.gpu.cover import calls_at, calls_of
 from hemiola.plugins.gpu.device import Gpu
 from hemiola.plugins.gpu.launch import Kernel, Values, launches
 from hemiola.plugins.gpu.sizes import Size
-from hemiola.plugins.gpu.windows import LINES, pieces_of
+from hemiola.plugins.gpu.windows import BLOCK, LINES, PieceSizes, blocks_of, pieces_of
 from hemiola.plugins.ranks import PROGRAMS, words_of
 from hemiola.plugins.spec import Unsupported
-from hemiola.plugins.sum.cuda import sum
+from hemiola.plugins.sum.cuda import WHOLE_BYTES, sum
 
 pytest.importorskip("triton", reason="needs Triton")
 GPU = Gpu(90, 132)
@@ -49,11 +50,25 @@ def test_a_long_message_of_many_ranks_goes_in_two_passages() -> None:
 
 
 @pytest.mark.parametrize("num_lines", [0, 1, 256, 257, 32_768, 32_769, 10**7])
-def test_a_piece_fits_its_window(num_lines: int) -> None:
-    programs, lines, warps = pieces_of(num_lines)
-    assert lines <= LINES and programs <= PROGRAMS and lines % (32 * warps) == 0
+@pytest.mark.parametrize(("cut", "most"), [(pieces_of, LINES), (blocks_of, BLOCK)], ids=["lines", "blocks"])
+def test_a_piece_fits_its_window(cut: Callable[[int], PieceSizes], most: int, num_lines: int) -> None:
+    programs, lines, warps = cut(num_lines)
+    assert lines <= most and programs <= PROGRAMS and lines % (32 * warps) == 0
     assert programs * lines >= num_lines or programs == PROGRAMS
     assert (programs == 0) == (num_lines == 0)
+
+
+def test_a_long_message_goes_in_blocks() -> None:
+    """A short one would wait for a second passage."""
+    found: list[bool] = []
+
+    def look(kernel: Kernel, grid: tuple[int, ...], values: Values, constants: dict) -> None:
+        found.append(constants["WHOLE"])
+
+    with launches(look):
+        for tokens in (1, 64, WHOLE_BYTES // 8192, WHOLE_BYTES // 8192 + 1, 8000):
+            sum(*arguments(2, tokens, 4096, torch.bfloat16))
+    assert found == [False, False, False, True, True]
 
 
 def test_tokens_that_are_no_whole_lines_are_refused() -> None:

@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from hashlib import sha256
 from pathlib import Path
 from queue import SimpleQueue
 from types import SimpleNamespace
@@ -151,15 +152,21 @@ REFUSED = {
     "other build": (Refused, "rank 1 runs hemiola 0.0 with torch 1.0, the leader hemiola"),
     "no memory": (Refused, "room for 0 pages"),
     "ends at once": (Lost, "rank 1 has ended with status 3 while the engine was opened"),
+    "stops opening": (Lost, "rank 1 has not moved for 2 seconds of opening"),
+    "hangs opening": (Lost, "the ranks have not opened in 4 seconds"),
 }
 
 
 @pytest.mark.parametrize("fault", REFUSED)
 def test_ranks_that_do_not_fit_together_are_refused(
-    pair: Path, bad: Callable[[str], None], fault: str
+    pair: Path, bad: Callable[[str], None], fault: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Sizes are those that the poorest rank has memory for."""
+    """Sizes are those that the poorest rank has memory for; and nobody waits for one that hangs."""
     bad(fault)
+    if fault == "stops opening":
+        monkeypatch.setattr(followers, "OPENING_SILENT", 2.0)
+    if fault == "hangs opening":
+        monkeypatch.setattr(followers, "OPENING", 4.0)
     kind, reason = REFUSED[fault]
     with pytest.raises(kind, match=reason):
         LLM(pair)
@@ -265,6 +272,31 @@ def test_ranks_keep_prefixes_on_the_host_and_in_a_file(
         assert [out.token_ids for out in found] == [*wanted, *wanted]
         hits = [out.metrics.cached_tokens > 0 for out in found]
         assert hits == [cached] * 3 + [True] * 3
+
+
+def test_a_prefix_that_all_ranks_have_is_packed_and_unpacked(pair: Path) -> None:
+    """What each has of its pages and of its snapshot: a request that begins there has the same answer."""
+    rule, prompt = SamplingParams(max_tokens=12), PROMPTS[2]
+    with LLM(pair, host_cache_bytes=2**22, **OPTIONS) as llm:
+        wanted = llm.generate(prompt, rule)[0].token_ids
+        packed = llm.export_prefix(prompt)
+        llm.reset_prefix_cache()
+        edge = llm.import_prefix(packed)
+        again = llm.generate(prompt, rule)[0]
+        assert again.metrics.cached_tokens == edge > 0 and again.token_ids == wanted
+        assert llm.export_prefix(prompt[:edge]) == packed
+        llm.reset_prefix_cache()
+        spoilt = _with_another_rank(bytes(packed))
+        with pytest.raises(Refused, match="rank0"):
+            llm.import_prefix(spoilt)
+
+
+def _with_another_rank(packed: bytes) -> bytes:
+    """The same, as if rank 0 were another."""
+    start = len(b"hemiola prefix 1") + 4
+    length = int.from_bytes(packed[start - 4 : start], "little")
+    header = packed[start + 32 : start + 32 + length].replace(b"rank0", b"rank9")
+    return packed[:start] + sha256(header).digest() + header + packed[start + 32 + length :]
 
 
 def test_a_rank_that_dies_while_a_file_is_written_leaves_nothing(

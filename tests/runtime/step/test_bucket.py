@@ -22,6 +22,7 @@ from hemiola.runtime.device.session import Computed
 from hemiola.runtime.schedule.plan import Plan, Row
 from hemiola.runtime.step import bucket as buckets
 from hemiola.runtime.step.bucket import Bucket, Buckets, Sent, buckets_of, num_changes, send, shapes_of
+from hemiola.runtime.step.pack import pack
 from hemiola.runtime.step.steps import make_steps
 
 SIZES = {"max_len": 256, "page_len": 16, "chunk_len": 16}
@@ -75,7 +76,8 @@ def test_every_step_that_decodes_has_a_bucket_within_the_engines_widths(config: 
         assert found is not None and found in buckets_of(config)
         assert len(plan.rows) <= found.rows and plan.num_tokens <= found.tokens
         assert max(row.room for row in plan.rows) <= found.passes
-        sent = send(plan.rows, found, np.array([[7, 9]]), 4, config.drafts == "mtp")
+        numbers, _ = pack(plan.rows, config.drafts == "mtp")
+        sent = send(numbers, found, np.array([[7, 9]]), 4, {})
         for array, (shape, dtype) in zip(sent, shapes_of(found, VOCAB), strict=True):
             assert array.shape == shape and array.dtype == dtype
         assert sent.changes.tolist() == [[7, 9], *[[0, 0]] * (len(sent.changes) - 1)]
