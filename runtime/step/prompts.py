@@ -20,7 +20,7 @@ import torch
 from hemiola.plugins.step.plan import COLUMNS
 from hemiola.runtime.config import Resolved
 from hemiola.runtime.device.graphs import Captures, Graphs
-from hemiola.runtime.device.session import Trunk
+from hemiola.runtime.device.session import Computed, Trunk
 from hemiola.runtime.step.parts import EngineParts, program_of
 from hemiola.runtime.step.program import Batch, Forward
 
@@ -52,7 +52,8 @@ class Prompts:
         self._most = Size(*map(max, zip(*self.sizes, strict=True)))
         shape = self._most.rows + 1, len(COLUMNS)
         self._plan = torch.zeros(shape, dtype=torch.int32, device=self._device)
-        self._results: Forward | None = None  # what all sizes leave, or each graph would keep its own
+        # What is large of what all sizes leave; each graph would keep its own.
+        self._there: tuple[torch.Tensor, Computed] | None = None
         self._graphs: Graphs[Size, Forward] | None = None
 
     def forward(self, plan: torch.Tensor, tokens: int, lines: int) -> Forward:
@@ -72,11 +73,15 @@ class Prompts:
         return self._graphs
 
     def step(self, size: Size) -> Forward:
-        """Of the plan that lies where it always lies; so do its results."""
-        made = self._program.forward(self._plan[: size.rows + 1], size.tokens, size.lines)
-        if self._results is None:
-            self._results = _room(made, self._most)
-        return _moved(made, self._results, size)
+        """Of the plan that lies where it always lies; so do page table, lines and hidden states."""
+        batch, out = self._program.forward(self._plan[: size.rows + 1], size.tokens, size.lines)
+        if self._there is None:
+            most, width = self._most, batch.page_table.shape[1]
+            pages = batch.page_table.new_empty(most.rows, width)
+            self._there = pages, out.room(most.lines, max(most.tokens, most.lines))
+        pages, results = self._there
+        page_table = pages[: size.rows].copy_(batch.page_table)
+        return Forward(batch._replace(page_table=page_table), out.moved(results))
 
     def drop_long_ones(self) -> None:
         """Keep the sizes for which a GPU has memory, and which it computes about as fast as its host launches
@@ -123,20 +128,3 @@ def _first(forward: Forward, size: Size) -> Forward:
     """Of so many tokens, rows and lines."""
     batch = [part[: getattr(size, count)] for part, count in zip(forward.batch, COUNTS, strict=True)]
     return Forward(Batch(*batch), forward.out.first(size.lines, size.tokens))
-
-
-def _room(forward: Forward, size: Size) -> Forward:
-    """Memory for so many."""
-    batch = [
-        part.new_empty(getattr(size, count), *part.shape[1:])
-        for part, count in zip(forward.batch, COUNTS, strict=True)
-    ]
-    return Forward(Batch(*batch), forward.out.room(size.lines, max(size.tokens, size.lines)))
-
-
-def _moved(forward: Forward, there: Forward, size: Size) -> Forward:
-    """This, in the first of that memory."""
-    batch = _first(there, size).batch
-    for part, own in zip(batch, forward.batch, strict=True):
-        part.copy_(own)
-    return Forward(batch, forward.out.moved(there.out))

@@ -109,7 +109,7 @@ def test_all_sizes_leave_their_results_in_one_place() -> None:
     """Each graph kept its own: gigabytes of logits that no memory plan knew of."""
     prompts = made(Noting())
     left = [prompts.step(size) for size in prompts.sizes if size.lines]
-    for part in zip(*([*batch, *out] for batch, out in left), strict=True):
+    for part in zip(*((batch.page_table, *out) for batch, out in left), strict=True):
         assert len({found.data_ptr() for found in part}) == 1
 
 
