@@ -186,8 +186,8 @@ class Tier:
         if entry.edge // self._page_len > self.mover.num_units:
             return None
         last, added = self.known(entry)
-        if any(source.key in self._tree.entries for source in added):
-            return None  # another text has its hash
+        if not all(map(self._may_place, added)):
+            return None
         has_state = not self.hybrid or (not added and last is not None and last.slot_id > 0)
         needed = len(added) + (0 if has_state else self.mover.units_per_slot)
         with self.held(last):
@@ -237,7 +237,7 @@ class Tier:
         """An entry of the tier below: pages (by key) up to it and its snapshot are in reserved units."""
         last, missing = self.known(entry)
         for source in missing:
-            if source.key not in pages or source.key in self._tree.entries:
+            if source.key not in pages or not self._may_place(source):
                 break
             last = self._place(last, source, pages[source.key])
             self._orphans.remove(pages[source.key])
@@ -269,6 +269,13 @@ class Tier:
 
     def _has(self, entry: Entry | None) -> bool:
         return entry is not None and self._tree.entries.get(entry.key) is entry
+
+    def _may_place(self, source: Entry) -> bool:
+        """Whether no other text has its hash, and no other tenant that of its root."""
+        root = source.parent
+        assert root is not None
+        here = self._tree.roots.get(root.key) if root.parent is None else None
+        return source.key not in self._tree.entries and (here is None or here.tokens == root.tokens)
 
     def _place(self, parent: Entry | None, source: Entry, unit: int) -> Entry:
         if parent is None:
@@ -379,8 +386,8 @@ class Tier:
             parent = source.parent
             assert parent is not None
             is_out_of_reach = parent.parent is not None and parent.twin is None
-            if is_out_of_reach or source.key in self._tree.entries:
-                self._free.append(source.page_id)
+            if is_out_of_reach or not self._may_place(source):
+                self._free += [source.page_id, *states.get(source.key, ("", []))[1]]
                 continue
             entry = self._place(parent.twin, source, source.page_id)
             if source.key in states:

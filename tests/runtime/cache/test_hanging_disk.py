@@ -177,6 +177,24 @@ def test_who_came_late_waits_for_a_disk_that_is_off(open_hand: Callable[[], Hand
     end(hand)
 
 
+def test_a_slow_disk_makes_the_list_of_what_it_is_to_write_ever_longer(
+    open_hand: Callable[[], Hand], gate: Gate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the host's memory, that is lent until it is written."""
+    monkeypatch.setattr(disk, "MOST_WAITING", 20)
+    hand, gate.is_shut = open_hand(), True
+    tier = tier_of(hand)
+    tier._worker.clock = lambda: 0.0
+    most = 5 + tier._pieces.units_per_slot  # of a text here
+    for n in range(12):
+        ask(hand, [n] * 40)
+        assert tier._num_waiting <= 20 + most
+    assert tier._num_waiting > 20
+    gate.open()
+    end(hand)
+    hand.audit()
+
+
 def test_who_packs_a_prefix_waits_for_ever_for_a_read_that_hangs(filled: Hand, gate: Gate) -> None:
     hand, prefix, gate.is_shut = filled, filled.loop.scheduler.prefix, True
     was_read = threading.Event()

@@ -46,13 +46,13 @@ def a_cache(num_pages: int, folder: Path | None = None) -> PrefixCache:
     return PrefixCache(*pools, host=host, disk=disk, content=units)
 
 
-def serve(prefix: PrefixCache, num_pages: int, seed: int) -> None:
+def serve(prefix: PrefixCache, num_pages: int, seed: int, chose: bool = True) -> None:
     """A text of so many pages is computed, and is cached from then on."""
     ids = np.random.default_rng(seed).integers(0, 999, num_pages * P, np.int32)
     prefix.tick()
     start = prefix.admit(prefix.chain(ids), len(ids) - 1)
     assert start is not None and start.hit_len == 0
-    prefix.commit(start.slot_id, len(ids), len(ids), chose=True)
+    prefix.commit(start.slot_id, len(ids), len(ids), chose=chose)
     prefix.release(start.slot_id, donate=True)
 
 
@@ -125,3 +125,14 @@ def test_a_flush_asks_the_threads_of_the_file_for_each_of_its_units(tmp_path: Pa
     disk = a_cache(num_units, tmp_path).disk
     assert disk is not None and disk.tier.num_entries == 0
     disk.close()
+
+
+def test_pages_of_which_nobody_knows_that_they_hold_no_nan_go_to_the_host() -> None:
+    """A page that is known to stands behind one that is not, too."""
+    prefix = a_cache(FEW)
+    serve(prefix, FEW, 1, chose=False)
+    last = max((entry for _, entry in prefix.contents()), key=lambda entry: entry.edge)
+    last.proven = True
+    for number in (2, 3):
+        serve(prefix, FEW, number)
+        assert prefix.host is not None and prefix.host.num_entries == (number - 2) * FEW

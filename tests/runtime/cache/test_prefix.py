@@ -124,6 +124,20 @@ def test_what_a_step_publishes_is_not_found_in_the_same_step(hybrid: bool) -> No
     house.run()
 
 
+def test_each_step_asks_for_another_slot_for_a_snapshot_that_is_not_stored_yet() -> None:
+    """Steps are planned before it is known that an earlier one came to its edge."""
+    house = House(budget=3 * P + 1)
+    request = house.ask(text(3 * P), 9)
+    house.turn()
+    house.prefix.tick()
+    take = house.prefix.take(request.slot_id, 0, 3 * P)
+    free = house.slots.num_free
+    assert take is not None and house.prefix.take(request.slot_id, 0, 3 * P) == take
+    assert house.prefix.take(request.slot_id, P, 4 * P) == take and house.slots.num_free == free
+    house.run()
+    house.audit()
+
+
 def test_a_snapshot_that_a_sibling_stored_is_not_stored_again() -> None:
     house = House(budget=3 * P + 1)
     prompt = text(3 * P)

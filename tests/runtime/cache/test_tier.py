@@ -1,8 +1,10 @@
 """A tier below the prefix cache, alone."""
 
 import numpy as np
+import pytest
 from kit.fake_session import FakeSession, FakeUnits, resolved
 
+from hemiola.runtime.cache import tree
 from hemiola.runtime.cache.eviction import Cost
 from hemiola.runtime.cache.tier import Tier
 from hemiola.runtime.cache.tree import Chain, Entry
@@ -10,9 +12,9 @@ from hemiola.runtime.cache.tree import Chain, Entry
 P = 4
 
 
-def a_text(num_pages: int, first: int = 0) -> list[Entry]:
+def a_text(num_pages: int, first: int = 0, salt: bytes = b"") -> list[Entry]:
     """The pages of a text of another tier, each with a snapshot. first: its first token."""
-    chain = Chain(np.arange(first, first + num_pages * P, dtype=np.int32), b"", P)
+    chain = Chain(np.arange(first, first + num_pages * P, dtype=np.int32), salt, P)
     path = [Entry(chain.root, None, chain.salt, 0, 0, 0)]
     for n in range(num_pages):
         path.append(Entry(chain.key(n), path[-1], chain.tokens(n), 1 + n, (1 + n) * P, 0, slot_id=1 + n))
@@ -56,4 +58,20 @@ def test_a_request_begins_with_the_state_of_nobody() -> None:
         assert tier.keep(*a_text(1, first=50)) is not None
         assert len(tier.state_of(found)) == tier.mover.units_per_slot
         tier.audit()
+    tier.audit()
+
+
+def test_tenants_whose_salts_have_one_hash_share_a_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    digest = tree.digest
+    monkeypatch.setattr(tree, "digest", lambda parent, tokens: digest(parent, tokens if parent else b""))
+    tier = Tier(Cost(10, 40), P, Nowhere(FakeSession(resolved()), 20))
+    own, others = a_text(2, salt=b"own")[-1], a_text(2, salt=b"others")[-1]
+    kept = tier.keep(own)
+    assert kept is not None and tier.known(own) == (kept, []) and tier.num_free > 12
+    assert tier.known(others)[0] is None and tier.keep(others) is None
+    assert tier.keep(a_text(1, first=50, salt=b"others")[0]) is None, "own's root has another's page"
+    assert tier.num_entries == 2
+    found = a_text(2, first=70, salt=b"others")
+    tier.restore(found, {found[1].key: ("prompt", [9, 10, 11])})
+    assert tier.num_entries == 2
     tier.audit()

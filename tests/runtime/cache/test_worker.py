@@ -4,6 +4,7 @@ import subprocess
 import sys
 import threading
 import weakref
+from queue import SimpleQueue
 
 import pytest
 from kit.served import until
@@ -51,6 +52,18 @@ def test_threads_that_wait_keep_what_they_have_done() -> None:
     gone = weakref.ref(thing)
     del thing
     until(lambda: gone() is None)
+    assert worker.close(60)
+
+
+def test_a_thread_that_rested_long_seems_to_hang_when_it_is_asked() -> None:
+    """Until it began: the disk was switched off by who asked in between."""
+    worker, tasks = Worker("test", 1, lambda: None), SimpleQueue()
+    asked, worker._tasks = worker._tasks, tasks  # which the thread does not see
+    worker.clock = lambda: 1000.0
+    worker.ask(lambda: None)
+    assert worker.stalled_s == 0
+    worker._tasks = asked
+    asked.put(tasks.get())
     assert worker.close(60)
 
 

@@ -71,6 +71,20 @@ def test_a_request_with_nobody_beside_it_waits_on_the_device_alone(hand: Hand) -
     assert hand.token_ids(number) == oracle(text(0), 3)
 
 
+def test_a_device_that_has_work_waits_for_copies(hand: Hand) -> None:
+    """Also where nothing else can be planned: copies may come before that work is done."""
+    request = begin(hand)
+    other = hand.requests[-2]
+    while other.most_len < len(other.ids):
+        hand.turn()
+    assert other.in_flight and not request.in_flight
+    hand.turn()
+    assert other.finish_reason == "length" and not request.in_flight
+    hand.turn()
+    assert request.in_flight
+    hand.run()
+
+
 def test_several_that_wait_for_copies_run_when_nothing_else_can(hand: Hand) -> None:
     numbers = [hand.submit(text(seed), max_tokens=3) for seed in (0, 1)]
     hand.turn()
