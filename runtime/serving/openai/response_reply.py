@@ -140,7 +140,7 @@ class ResponseReply:
         wanted = request.text.format if request.text else None
         given = wanted.model_dump(by_alias=True, exclude_none=True) if wanted else {"type": "text"}
         choice_of = request.tool_choice
-        self._head: Json = {
+        head: Json = {
             "id": self.id,
             "object": "response",
             "created_at": int(time.time()),
@@ -162,7 +162,8 @@ class ResponseReply:
             "truncation": "disabled",
             "user": request.user,
         }
-        if (size := len(ENCODER.encode(self._head))) > MOST_REPEATED:
+        self._head = ENCODER.encode(head)[:-1]  # once: a stream says it three times
+        if (size := len(self._head) + 1) > MOST_REPEATED:
             message = (
                 f"the answer would repeat {size} characters of the request, the limit is {MOST_REPEATED}"
             )
@@ -175,24 +176,25 @@ class ResponseReply:
     def event(self, choices: list[Json], more: Json) -> str:
         """Events of the answer, behind the two that every stream begins with."""
         first = [] if self._num_events else [self._about("created"), self._about("in_progress")]
-        return "".join(map(self._numbered, [*first, *choices]))
+        return "".join([*first, *map(self._numbered, choices)])
 
     def ending(self, include_usage: bool) -> str:
-        return self._numbered({"type": f"response.{self._status}", "response": self.whole()})
+        return self._numbered({"type": f"response.{self._status}"}, self.text())
 
     def failed(self, error: ApiError) -> str:
         body = {"code": "server_error", "message": str(error)}
-        response = {**self._head, "status": "failed", "error": body, "output": [], "usage": None}
-        return self._numbered({"type": "response.failed", "response": response})
+        response = self._with({"status": "failed", "error": body, "output": [], "usage": None})
+        return self._numbered({"type": "response.failed"}, response)
 
     def text(self) -> str:
         """The whole answer."""
-        return ENCODER.encode(self.whole())
-
-    def whole(self) -> Json:
         details = {"reason": "max_output_tokens"} if self._choice.is_cut else None
         about = {"status": self._status, "error": None, "incomplete_details": details, "usage": self.usage()}
-        return {**self._head, **about, **self._choice.whole()}
+        return self._with(about | self._choice.whole())
+
+    def _with(self, more: Json) -> str:
+        """A response object."""
+        return f"{self._head},{ENCODER.encode(more)[1:]}"
 
     def usage(self) -> Json:
         choice = self._choice
@@ -210,12 +212,17 @@ class ResponseReply:
     def _status(self) -> str:
         return "incomplete" if self._choice.is_cut else "completed"
 
-    def _about(self, event: str) -> Json:
-        response = {**self._head, "status": "in_progress", "error": None, "incomplete_details": None}
-        return {"type": f"response.{event}", "response": {**response, "output": [], "usage": None}}
+    def _about(self, event: str) -> str:
+        """One of the events that every stream begins with."""
+        state = {"status": "in_progress", "error": None, "incomplete_details": None}
+        response = self._with({**state, "output": [], "usage": None})
+        return self._numbered({"type": f"response.{event}"}, response)
 
-    def _numbered(self, event: Json) -> str:
+    def _numbered(self, event: Json, response: str = "") -> str:
+        """response: the object that it has, if it has one."""
         text = ENCODER.encode({**event, "sequence_number": self._num_events})
+        if response:
+            text = f'{text[:-1]},"response":{response}}}'
         self._num_events += 1
         return f"event: {event['type']}\ndata: {text}\n\n"
 

@@ -168,6 +168,30 @@ def test_one_restart_is_no_restarts(family: subprocess.Popen[str]) -> None:
         serving(family)._started_again("it burns", left=0, restarts=1)
 
 
+def test_a_server_that_was_well_for_long_has_no_restart_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two restarts in a row are allowed: after ten minutes of service both are there again."""
+    clock, tries = [0.0], []
+    served = iter([1.0, 1.0, launcher.RECOVERED_S + 1, 1.0, 1.0, 1.0])
+
+    class Failing(Server):
+        def __init__(self) -> None: ...
+
+        def wait(self) -> str:
+            clock[0] += next(served)
+            return "it burns"
+
+        def _started_again(self, reason: str, left: int, restarts: int) -> bool:
+            tries.append(left)
+            if not left:
+                raise RuntimeError(reason)
+            return True
+
+    monkeypatch.setattr(launcher, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    with pytest.raises(RuntimeError, match="it burns"):
+        Failing().serve(restarts=2)
+    assert tries == [2, 1, 2, 1, 0]
+
+
 def test_who_interrupts_a_server_that_drains_does_not_wait_for_it(family: subprocess.Popen[str]) -> None:
     server = serving(family, "m", exit_timeout_s=10**9)
     server.__exit__(KeyboardInterrupt)

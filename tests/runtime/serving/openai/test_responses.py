@@ -10,8 +10,14 @@ from kit.scripted_triton import ScriptedTriton, script
 from openai import BadRequestError, OpenAI
 
 from hemiola import __version__
+from hemiola.runtime.api import Metrics, Piece
 from hemiola.runtime.errors import Refused
+from hemiola.runtime.serving.openai.answer import Expected
+from hemiola.runtime.serving.openai.errors import ApiError
 from hemiola.runtime.serving.openai.front import Front
+from hemiola.runtime.serving.openai.model import ServedModel
+from hemiola.runtime.serving.openai.reply import ENCODER
+from hemiola.runtime.serving.openai.response_reply import ResponseChoice, ResponseReply
 from hemiola.runtime.serving.openai.responses import (
     InputMessage,
     InputReasoning,
@@ -19,7 +25,7 @@ from hemiola.runtime.serving.openai.responses import (
     ReasoningText,
     ResponsesRequest,
 )
-from hemiola.runtime.serving.openai.schema import PASSED
+from hemiola.runtime.serving.openai.schema import PASSED, parse
 from hemiola.runtime.text import Text
 
 TOOL = {
@@ -304,3 +310,33 @@ def test_the_work_for_an_item_grows_with_the_turn_before_it(kind: str) -> None:
     (turn,) = made.messages
     assert turn["content" if kind == "message" else "reasoning_content"] == "xy" * total
     assert copied <= 2 * total
+
+
+def test_what_a_stream_repeats_of_its_request_is_written_each_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the event loop: 60,000 names of metadata held all streams up."""
+    body = {"model": "m", "input": "a", "metadata": {f"n{i}": "x" for i in range(5000)}}
+    request = parse(ResponsesRequest, json.dumps(body).encode())
+    choice = ResponseChoice([5], Expected())
+    reply = ResponseReply(ServedModel("m", 64, "identity", None, 1), request, choice)
+    encode, written = ENCODER.encode, 0
+
+    def counted(value: object) -> str:
+        nonlocal written
+        text = encode(value)
+        written += len(text)
+        return text
+
+    monkeypatch.setattr(ENCODER, "encode", counted)
+    last = Piece("b", [8], finish_reason="stop", metrics=Metrics(1, 0.0))
+    said = reply.event([], {}) + reply.event(choice.chunks(last), {}) + reply.ending(True)
+    events = [json.loads(line[6:]) for line in said.splitlines() if line.startswith("data: ")]
+    whole = json.loads(reply.text())
+    assert [event["sequence_number"] for event in events] == list(range(len(events)))
+    assert [e["type"] for e in events if "response" in e] == [
+        "response.created", "response.in_progress", "response.completed"
+    ]  # fmt: skip
+    assert events[-1]["response"] == whole and whole["metadata"] == body["metadata"]
+    assert (
+        json.loads(reply.failed(ApiError(503, "lost")).splitlines()[1][6:])["response"]["status"] == "failed"
+    )
+    assert written < 20_000
