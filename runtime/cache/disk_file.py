@@ -60,7 +60,8 @@ def _resize(file: int, num_bytes: int) -> None:
 
 def _check(file: int, path: Path) -> None:
     status = os.fstat(file)
-    if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid():
+    is_ours = status.st_uid == os.geteuid() and status.st_nlink == 1  # else another file is cut, too
+    if not stat.S_ISREG(status.st_mode) or not is_ours:
         message = f"{path} is not a file of yours"
         raise Refused("in_use", "disk_cache_dir", message=message, way_out="name another folder")
     try:

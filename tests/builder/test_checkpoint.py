@@ -203,6 +203,35 @@ def test_a_link_to_blobs_from_a_folder_that_is_no_snapshot_is_not_read(tmp_path:
         file_in(folder, "config.json")
 
 
+SHA = "ab" + "0" * 62
+
+
+@pytest.mark.parametrize(
+    ("target", "is_read"),
+    [
+        (f"blobs/ab/{SHA}", True),
+        (f"blobs/cd/{SHA}", False),
+        (f"blobs/ab/{SHA}0", False),
+        ("blobs/ab/ab.refs", False),
+        (f"blobs/AB/{SHA.upper()}", False),
+        (f"blobs/{SHA}", False),
+        (f"other/ab/{SHA}", False),
+        (f"models--b/blobs/{SHA}", False),
+    ],
+)
+def test_of_what_models_share_only_blobs_are_read(target: str, is_read: bool, tmp_path: Path) -> None:
+    folder = tmp_path / "models--a/snapshots/1"
+    for place in (folder, (tmp_path / target).parent):
+        place.mkdir(parents=True)
+    (tmp_path / target).write_text("{}")
+    (folder / "config.json").symlink_to(f"../../../{target}")
+    if is_read:
+        assert file_in(folder, "config.json")
+    else:
+        with pytest.raises(Refused, match="is a link to"):
+            file_in(folder, "config.json")
+
+
 def test_a_cache_of_the_hub_links_to_its_own_blobs(checkpoint: Path, tmp_path: Path) -> None:
     blobs = tmp_path / "models--a/blobs"
     blobs.mkdir()

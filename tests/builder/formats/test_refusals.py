@@ -34,6 +34,18 @@ def more(name: str, tensor: torch.Tensor) -> Callable[[Tensors], object]:
     return lambda tensors: tensors.update({name: tensor})
 
 
+def minus_nan(codes: torch.Tensor) -> torch.Tensor:
+    """In the first place the other of the two."""
+    found = codes.view(torch.uint8).clone()
+    found[0, 0] = 0xFF
+    return found.view(codes.dtype)
+
+
+def two_middles(zeros: torch.Tensor) -> torch.Tensor:
+    """Those of the format's first version, and a word of the second's."""
+    return torch.cat((torch.full_like(zeros[:1], -0x77777778), torch.full_like(zeros[1:], 0x77777777)))
+
+
 def holding(value: float) -> Callable[[torch.Tensor], torch.Tensor]:
     """With one number changed."""
 
@@ -133,7 +145,9 @@ TENSORS = [  # writer, config, what is done to the tensors, what is said
 ]
 CONTENTS = [
     (BLOCK, FP8, put("weight", holding(torch.nan)), r"X.weight holds NaN \(1 of 6144 codes\)"),
+    (BLOCK, FP8, put("weight", minus_nan), r"X.weight holds NaN \(1 of 6144 codes\)"),
     (BLOCK, FP8, put("weight_scale_inv", holding(0)), "weight_scale_inv holds 1 of 6 scales that are zero"),
+    (BLOCK, FP8, put("weight_scale_inv", holding(2.0**100)), "holds 1 of 6 scales that are .* or beyond"),
     (quantised.fp8_tensor, MODELOPT, put("weight_scale", holding(-1)), "weight_scale holds 1 of 1 scales"),
     (quantised.fp8_channel, {}, put("weight_scale", holding(torch.inf)), "holds 1 of 64 scales"),
     (quantised.packed(4, 32), W4, put("weight_scale", holding(torch.nan)), "holds 1 of 192 scales"),
@@ -158,6 +172,12 @@ CONTENTS = [
         GPTQ,
         lambda t: 0,
         "but config.json says sym = true; all would be 8 or 7",
+    ),
+    (
+        quantised.gptq(4, 32),
+        GPTQ,
+        put("qzeros", two_middles),
+        r"has zero points \[7, 8\], but config.json says",
     ),
 ]
 DECLARED = [  # configs that are refused whatever the tensors are

@@ -16,7 +16,7 @@ from kit.hand import Hand
 
 from hemiola.runtime.cache import disk
 from hemiola.runtime.cache.disk import DiskTier
-from hemiola.runtime.cache.disk_file import header_bytes
+from hemiola.runtime.cache.disk_file import header_bytes, open_file
 from hemiola.runtime.errors import Refused
 
 PAGE, HEADER = 8, header_bytes(8)
@@ -327,6 +327,36 @@ def test_a_file_that_another_process_has_is_refused(open_hand: Make, tmp_path: P
         with pytest.raises(Refused, match="used by another process"):
             open_hand()
         other.communicate("\n")
+
+
+def test_a_file_of_somebody_elses_is_cut(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "x.prefixes"
+    path.write_text("theirs")
+    monkeypatch.setattr(os, "geteuid", lambda: path.stat().st_uid + 1)
+    with pytest.raises(Refused, match="is not a file of yours"):
+        open_file(path, 2**12)
+    assert path.read_text() == "theirs"
+
+
+def test_another_file_of_the_users_is_cut(tmp_path: Path) -> None:
+    """Who may write to the folder gave it a second name there."""
+    own, path = tmp_path / "thesis.txt", tmp_path / "x.prefixes"
+    own.write_text("mine")
+    os.link(own, path)
+    with pytest.raises(Refused, match="is not a file of yours"):
+        open_file(path, 2**12)
+    assert own.read_text() == "mine"
+
+
+@pytest.mark.parametrize("kind", ["pipe", "folder", "socket"])
+def test_what_is_no_file_is_refused_by_name(tmp_path: Path, kind: str) -> None:
+    path = tmp_path / "x.prefixes"
+    if kind == "folder":
+        path.mkdir()
+    else:
+        os.mknod(path, 0o600 | (0o010000 if kind == "pipe" else 0o140000))
+    with pytest.raises(Refused, match=r"x\.prefixes (is not a file of yours|cannot be opened)"):
+        open_file(path, 2**12)
 
 
 def test_a_link_in_the_place_of_the_file_is_refused(open_hand: Make, tmp_path: Path) -> None:
