@@ -21,8 +21,19 @@ from hemiola.runtime.choose.rule import Rule
 from hemiola.runtime.device.session import Computed
 from hemiola.runtime.schedule.plan import Plan, Row
 from hemiola.runtime.step import bucket as buckets
-from hemiola.runtime.step.bucket import Bucket, Buckets, Sent, buckets_of, num_changes, send, shapes_of
+from hemiola.runtime.step.bucket import (
+    Bucket,
+    Buckets,
+    Sent,
+    buckets_of,
+    num_changes,
+    num_words,
+    send,
+    shapes_of,
+)
+from hemiola.runtime.step.captured import Captured
 from hemiola.runtime.step.pack import pack
+from hemiola.runtime.step.record import StepRecord, packed, unpacked
 from hemiola.runtime.step.steps import make_steps
 
 SIZES = {"max_len": 256, "page_len": 16, "chunk_len": 16}
@@ -181,3 +192,34 @@ def test_pages_that_came_since_the_last_step_reach_the_device_however_many() -> 
     pages.release(1)
     pages.grow(1, 5)
     assert made.table.changes().tolist() == [[16, pages.table[1, 0]]]
+
+
+def test_a_follower_puts_into_a_bucket_what_its_leader_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Number for number, masks of grammars and padding, too, and without a row."""
+    config = CONFIGS[16].model_copy(update={"cuda_graphs": True, "num_drafts": 2})
+    seen: list[tuple[Bucket, list[Any]]] = []
+
+    def run(self: Captured, bucket: Bucket) -> Any:
+        seen.append((bucket, [view.tolist() for view in self._stage.views(self.shapes(bucket))]))
+        return SimpleNamespace(told=torch.zeros(1), logprobs=())
+
+    monkeypatch.setattr(Captured, "run", run)
+    monkeypatch.setattr(Captured, "_output", lambda *_: None)
+    pages = PagePool(config.num_pages, config.page_len, config.num_slots, 16)
+    nothing: Any = SimpleNamespace(tensors={"mtp.hidden": torch.zeros(1, 1)})
+    made = [make_steps(config, nothing, nothing, pages, torch.device("cpu"), ExitStack()) for _ in range(2)]
+    rows = [a_row(2, 3, room=2), a_row(1, 1), a_row(2, 2, owed=3), a_row(2, 5)]
+    for n in (1, 2):
+        words = num_words(config.vocab_size)
+        rows[n].request.guide = SimpleNamespace(masks=np.full((4, words), 7 + n, np.uint32))
+    plan = Plan(rows)
+    leader, follower = made
+    ready, fitted = leader.ready(plan), leader.fit(plan)
+    assert isinstance(fitted, Bucket) and fitted.rules == buckets.ANY
+    leader.launch_as(plan, ready, fitted)
+    changes = np.zeros((0, 2), np.int64)
+    record = unpacked(packed(StepRecord(1, [], ready, fitted, changes, {}, True, False)))
+    assert isinstance(record, StepRecord) and record.slot_ids == [3, 1, 2, 5]
+    follower.repeat(record.ready, record.fitted, lambda: pytest.fail("it needs no rows"))
+    assert len(seen) == 2 and seen[0] == seen[1]
+    assert seen[0][1][2] == [0, 0, 0, 1, 2, 3, 4, 5, 0, 0, 0, 0], "lines of masks, by token"
