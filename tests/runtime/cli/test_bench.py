@@ -19,8 +19,9 @@ from kit.fake_session import VOCAB, FakeSession, hashed, resolved
 from kit.stages import without_stages
 
 from hemiola.runtime.api import OnPiece, SamplingParams
-from hemiola.runtime.bench import bench, plot
+from hemiola.runtime.bench import bench
 from hemiola.runtime.cache.eviction import Cost
+from hemiola.runtime.cli import written
 from hemiola.runtime.cli.bench import parse_variant
 from hemiola.runtime.config import ServeConfig
 from hemiola.runtime.errors import Refused
@@ -278,7 +279,7 @@ def test_a_picture(llm: type[FakeLLM], bench_of: Callable[..., Any], tmp_path: P
 def test_without_matplotlib_a_picture_is_refused_before_the_run(
     llm: type[FakeLLM], bench_of: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(plot.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(written.util, "find_spec", lambda name: None)
     ended = bench_of(SMALL, "--plot", tmp_path / "a.png")
     assert ended.status == 2 and not llm.opened
     assert ended.err == (
