@@ -219,6 +219,7 @@ class LLM:
     def _read(self, pieces: SimpleQueue[Piece], request_id: int) -> Iterator[Piece]:
         try:
             while True:
+                self._loop.check_may_wait()
                 piece = pieces.get()
                 yield piece
                 if piece.finish_reason is not None:
@@ -234,6 +235,7 @@ class LLM:
     ) -> list[Output]:
         """All outputs, in the order of the prompts; one prompt (a text, or token ids) gives a list of one.
         One bad prompt: Refused, and none has been queued."""
+        self._loop.check_may_wait()
         requests = self._requests(_as_list(prompts), params)
         done: SimpleQueue[Collector] = SimpleQueue()
         collectors = [Collector(request, done.put) for request in requests]

@@ -5,15 +5,18 @@ up to the deepest snapshot, and no others. A page counts as long as it has a sna
 a page behind it that counts.
 """
 
+import logging
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from hemiola.runtime.cache.tree import Entry
 
+log = logging.getLogger("hemiola")
+
 
 class Observer(Protocol):
-    """Is called in the scheduler's thread, and must not take long."""
+    """Is called in the scheduler's thread, and must not take long. One that raises is called no more."""
 
     def stored(self, path: Sequence[Entry]) -> None:
         """Requests can start behind these pages now; each is the next one's parent."""
@@ -22,6 +25,28 @@ class Observer(Protocol):
     def removed(self, path: Sequence[Entry]) -> None:
         """They no longer can; each is the one before's parent."""
         ...
+
+
+class Heard:
+    """An observer that costs nobody else anything: once it has raised, it is told nothing more."""
+
+    def __init__(self, observer: Observer) -> None:
+        self._observer: Observer | None = observer
+
+    def stored(self, path: Sequence[Entry]) -> None:
+        if self._observer is not None:
+            self._tell(self._observer.stored, path)
+
+    def removed(self, path: Sequence[Entry]) -> None:
+        if self._observer is not None:
+            self._tell(self._observer.removed, path)
+
+    def _tell(self, hear: Callable[[Sequence[Entry]], None], path: Sequence[Entry]) -> None:
+        try:
+            hear(path)
+        except BaseException:  # sys.exit(), too
+            log.exception("an observer raised; it hears of the cache no more")
+            self._observer = None
 
 
 class Depth:

@@ -14,7 +14,7 @@ from typing import Protocol, TypeVar
 import torch
 
 from hemiola.runtime.api import Counters, Load, OnPiece
-from hemiola.runtime.cache.depth import Depth, Observer
+from hemiola.runtime.cache.depth import Depth, Heard, Observer
 from hemiola.runtime.cache.prefix import PrefixCache
 from hemiola.runtime.choose.grammar import Stuck
 from hemiola.runtime.config import Resolved
@@ -213,21 +213,25 @@ class Loop:
 
     def watch(self, observer: Observer) -> None:
         """Before the next step it is told where requests can start; then, each time when that changes."""
-        depth = Depth(observer)
+        depth = Depth(Heard(observer))
         self._inbox.put(Look(lambda prefix: prefix.watch(depth), Future()))
 
     def visit(self, act: Callable[[PrefixCache], T]) -> T:
         """Let act run in the loop's thread between two steps; returns or raises what it does. Raises Refused
         when the engine is closed, or when that thread itself asks."""
-        if threading.current_thread() is self._thread:
-            message = "on_piece may not wait for the thread that calls it"
-            raise Refused("conflict", message=message, way_out="call this from another thread")
+        self.check_may_wait()
         found = self._inbox.look(act)
         try:
             return found.result()
         except BaseException:  # also Ctrl-C: who called knows that it is done, and what must be given back
             wait([found])
             raise
+
+    def check_may_wait(self) -> None:
+        """Raises Refused in the loop's own thread, where what is waited for would never come."""
+        if threading.current_thread() is self._thread:
+            message = "on_piece may not wait for the thread that calls it"
+            raise Refused("conflict", message=message, way_out="call this from another thread")
 
     def lose(self, error: Failed) -> None:
         """End all requests with this error; by who sees what the loop does not, also while it waits."""

@@ -388,3 +388,31 @@ def test_an_engine_leaves_processes_that_compiled_grammars(engine_dir: Path, how
 def test_more_pages_than_a_number_holds_are_refused(tiny_engine: Callable[..., Path]) -> None:
     engine = tiny_engine("qwen3_5")
     assert code_and_field(lambda: LLM(engine, num_pages=10**30)) == ("exhausted", "num_pages")
+
+
+@pytest.mark.parametrize("call", ["generate", "stream", "chat"])
+def test_an_on_piece_that_waits_for_another_request_stands_in_everybodys_way(
+    engine_dir: Path, call: str
+) -> None:
+    """It was in the thread that computes: nothing was ever computed again."""
+    said: list[Refused] = []
+    ended = threading.Event()
+    with LLM(engine_dir) as llm:
+        waits = {
+            "generate": lambda: llm.generate([[2, 3]], SamplingParams(max_tokens=2)),
+            "stream": lambda: list(llm.stream([2, 3], SamplingParams(max_tokens=2))),
+            "chat": lambda: llm.chat([{"role": "user", "content": "x"}], SamplingParams(max_tokens=2)),
+        }
+
+        def on_piece(piece: Piece) -> None:
+            try:
+                waits[call]()
+            except Refused as error:
+                said.append(error)
+            if piece.finish_reason is not None:
+                ended.set()
+
+        llm.submit([2, 3], SamplingParams(max_tokens=2, ignore_eos=True), on_piece)
+        assert ended.wait(60)
+        assert {str(error).partition(";")[2] for error in said} == {" call this from another thread"}
+        assert len(said) == 2 and waits[call]()

@@ -5,7 +5,7 @@ import random
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -19,6 +19,7 @@ from tokenizers import Tokenizer, decoders, models
 from hemiola.plugins.rows import live_rows
 from hemiola.runtime.api import Piece, SamplingParams
 from hemiola.runtime.cache.eviction import Cost
+from hemiola.runtime.cache.tree import Entry
 from hemiola.runtime.errors import Failed, Refused
 from hemiola.runtime.open import make_loop
 from hemiola.runtime.schedule import loop
@@ -214,6 +215,36 @@ def test_close_with_drain_finishes_what_there_is() -> None:
     ends = [running.submit([1, 2, 3], max_tokens=20) for _ in range(6)]
     running.loop.close(drain=True)
     assert all(ids_of(pieces) == oracle([1, 2, 3], 20) for _, pieces, _ in ends)
+
+
+@pytest.mark.parametrize("when", ["at once", "later"])
+def test_an_observer_that_raises_ends_the_engine(when: str, caplog: pytest.LogCaptureFixture) -> None:
+    """It was called in the loop's thread, between two steps; on_piece cost no more than its own request."""
+    running, heard = Running(prefix_cache=True), []
+    prompt = [1] * (3 * running.session.config.page_len)
+
+    class Raises:
+        def stored(self, path: Sequence[Entry]) -> None:
+            heard.append(len(path))
+            raise SystemExit("the user's")
+
+        def removed(self, path: Sequence[Entry]) -> None:
+            heard.append(-len(path))
+
+    def watch() -> None:
+        running.loop.watch(Raises())
+
+    for act in (watch, None) if when == "later" else (None, watch):
+        _, pieces, ended = running.submit(prompt, max_tokens=3)
+        assert ended.wait(60) and ids_of(pieces) == oracle(prompt, 3)
+        if act is not None:
+            act()
+        prompt = [2, *prompt]
+    _, pieces, ended = running.submit(prompt, max_tokens=3)
+    assert ended.wait(60) and ids_of(pieces) == oracle(prompt, 3)
+    running.loop.flush()
+    running.loop.close()
+    assert len(heard) == 1 and "hears of the cache no more" in caplog.text
 
 
 def test_an_idle_loop_audits_its_caches(monkeypatch: pytest.MonkeyPatch) -> None:
