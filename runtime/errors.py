@@ -67,7 +67,7 @@ def shown(value: object) -> str:
 
 def _written(value: object) -> Iterator[str]:
     """As Python writes it, in pieces: of a long list little is shown, and one call holds up all threads."""
-    if type(value) not in (list, tuple, dict):
+    if not isinstance(value, (list, tuple, dict)) or type(value) not in (list, tuple, dict):
         try:
             yield repr(value)
         except ValueError:  # Python writes no number of more than 4,300 digits
