@@ -9,6 +9,7 @@ import resource
 WANTED = 2**16
 KEPT = 256  # for the process itself: heartbeats, logs, connections to its own tritonserver
 SHARES = 4  # of the rest: there are two doors, and a connection may need another file on its way
+LEAST_SHARES = 8  # of all, where so few are allowed that hardly any would be left
 
 
 def raise_limit() -> None:
@@ -23,4 +24,4 @@ def most_connections() -> int:
     """Of one door at once."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     usable = WANTED if soft == resource.RLIM_INFINITY else min(soft, WANTED)
-    return max(1, (usable - KEPT) // SHARES)
+    return max(usable // LEAST_SHARES, (usable - KEPT) // SHARES)

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from hemiola.runtime.api import Logprob, Metrics, Piece, Prompt, PromptLogprobs, SamplingParams
-from hemiola.runtime.errors import Name, Refused, shown
+from hemiola.runtime.errors import Name, Refused, one_line, shown
 from hemiola.runtime.extra import install
 
 try:
@@ -43,9 +43,24 @@ def channel_options(url: str) -> tuple[tuple[str, int], ...]:
 
 def cancellation(model: str, request_id: str) -> Any:
     """A request that ends another."""
-    request = pb2.ModelInferRequest(model_name=model, id=CANCEL)
-    request.parameters["cancel"].string_param = request_id
+    request = pb2.ModelInferRequest(model_name=_checked("model", model), id=CANCEL)
+    request.parameters["cancel"].string_param = _checked("request_id", request_id)
     return request
+
+
+def _checked(name: str, text: str) -> str:
+    if not isinstance(text, str):
+        raise Refused("wrong_type", name, text, way_out="give a text")
+    encoded(name, text)
+    return text
+
+
+def encoded(name: str, text: str) -> bytes:
+    try:
+        return text.encode()
+    except UnicodeEncodeError as error:
+        message = (Name(name), f" is not valid Unicode at character {error.start} (a lone surrogate)")
+        raise Refused("malformed", name, message=message, way_out="remove it") from None
 
 
 def pack(
@@ -60,9 +75,10 @@ def pack(
     """Lists travel as tensors, the rest as request parameters: those keep all 64 bits of a float."""
     if not isinstance(params, SamplingParams):
         raise Refused("wrong_type", "params", type(params), way_out="pass a SamplingParams")
-    request = pb2.ModelInferRequest(model_name=model, id=request_id or uuid.uuid4().hex)
+    own_id = _checked("request_id", request_id) if request_id else uuid.uuid4().hex
+    request = pb2.ModelInferRequest(model_name=_checked("model", model), id=own_id)
     if timeout_s is not None:
-        if not 0 < timeout_s < 2**40:
+        if not isinstance(timeout_s, (int, float)) or not 0 < timeout_s < 2**40:
             raise Refused("out_of_range", "timeout_s", timeout_s, way_out="give seconds, more than 0")
         request.parameters["timeout"].int64_param = max(1, round(timeout_s * 1e6))
     flags = {"stream": stream, "return_input_ids": not stream, "return_metrics": True, "error_data": True}
@@ -74,7 +90,7 @@ def pack(
         way_out = "pass text (str) or a list of token ids"
         raise Refused("wrong_type", "prompt", type(prompt), way_out=way_out)
     elif len(prompt) and all(isinstance(message, Mapping) for message in prompt):
-        add_strings(request, "messages", [json.dumps(prompt)])
+        add_strings(request, "messages", [_as_json(prompt)])
     else:
         add_ints(request, "input_ids", prompt)  # pyright: ignore[reportArgumentType]
     for name, value in params.model_dump(exclude_unset=True, by_alias=True).items():
@@ -106,13 +122,20 @@ def pack(
 
 
 def add_strings(request: Any, name: str, texts: Sequence[str]) -> None:
+    content = [encoded(name, text) for text in texts]
+    request.inputs.add(name=name, datatype="BYTES", shape=[len(content)])
+    request.raw_input_contents.append(b"".join(struct.pack("<I", len(text)) + text for text in content))
+
+
+def _as_json(messages: object) -> str:
     try:
-        encoded = [text.encode() for text in texts]
-    except UnicodeEncodeError as error:
-        message = (Name(name), f" is not valid Unicode at character {error.start} (a lone surrogate)")
-        raise Refused("malformed", name, message=message, way_out="remove it") from None
-    request.inputs.add(name=name, datatype="BYTES", shape=[len(encoded)])
-    request.raw_input_contents.append(b"".join(struct.pack("<I", len(text)) + text for text in encoded))
+        return json.dumps(messages, allow_nan=False)
+    except (TypeError, ValueError) as error:
+        why = one_line(error)
+    except RecursionError:
+        why = "nested too deeply"
+    message = (Name("messages"), f" cannot be sent ({why})")
+    raise Refused("malformed", "messages", message=message, way_out="give what JSON can say")
 
 
 def add_ints(request: Any, name: str, values: Sequence[int]) -> None:

@@ -3,6 +3,7 @@
 import asyncio
 import gc
 import json
+import math
 import struct
 import time
 from collections.abc import Iterable
@@ -18,6 +19,7 @@ from hemiola.runtime.errors import Failed, Refused
 from hemiola.runtime.serving import client as module
 from hemiola.runtime.serving.aclient import AsyncClient
 from hemiola.runtime.serving.client import Client
+from hemiola.runtime.serving.packing import cancellation, pack
 from hemiola.runtime.serving.response import write_prompt_logprobs
 
 
@@ -276,3 +278,34 @@ def test_what_cannot_be_sent_is_refused_before_anything_is(
             ["fine", *prompts] if isinstance(prompts, list) and params is None else prompts, params
         )
     assert not triton.requests
+
+
+DEEP: list[object] = []
+for _ in range(100_000):
+    DEEP = [DEEP]
+UNSENT: dict[str, tuple[dict[str, Any], str]] = {
+    "id_alone": ({"request_id": "\ud800"}, "request_id is not valid Unicode at character 0 (a lone"),
+    "id_number": ({"request_id": 5}, "request_id is 5; give a text"),
+    "timeout_text": ({"timeout_s": "5"}, "timeout_s is '5'; give seconds, more than 0"),
+    "timeout_nan": ({"timeout_s": math.nan}, "timeout_s is nan; give seconds, more than 0"),
+    "bytes": ({"prompt": [{"role": "user", "content": b"x"}]}, "messages cannot be sent (Object of type"),
+    "deep": ({"prompt": [{"role": "user", "content": DEEP}]}, "messages cannot be sent (nested too deeply);"),
+    "nan": ({"prompt": [{"role": "user", "content": math.nan}]}, "messages cannot be sent (Out of range"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", UNSENT)
+def test_what_cannot_be_sent_is_a_traceback(case: str) -> None:
+    given, said = UNSENT[case]
+    asked: dict[str, Any] = {"prompt": "x", "params": SamplingParams(), "stream": True} | given
+    with pytest.raises(Refused) as caught:
+        pack("m", **asked)
+    assert str(caught.value).startswith(said)
+
+
+def test_an_id_that_no_request_has_is_a_traceback() -> None:
+    for wrong in ("\ud800", 5):
+        with pytest.raises(Refused, match=r"^request_id is "):
+            cancellation("m", wrong)
+    with pytest.raises(Refused, match=r"^model is not valid Unicode"):
+        cancellation("\ud800", "x")

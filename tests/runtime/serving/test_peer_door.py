@@ -4,6 +4,7 @@ import errno
 import json
 import socket
 import threading
+import time
 from contextlib import nullcontext
 from types import SimpleNamespace
 
@@ -11,6 +12,7 @@ import pytest
 from kit.descriptors import high
 from kit.served import until
 
+from hemiola.runtime.errors import Refused
 from hemiola.runtime.serving import peer as peers
 from hemiola.runtime.serving.peer import Peer
 
@@ -75,3 +77,36 @@ def test_a_peer_with_a_thousand_connections_sends_nothing(monkeypatch: pytest.Mo
         ours.sendall(b"done\n")
         serving.join(60)
         assert not serving.is_alive()
+
+
+def test_a_line_that_has_no_end_fills_the_memory_or_takes_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(peers, "MOST_LINE", 1000)
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        theirs.sendall(b"x" * 1000)
+        with pytest.raises(TimeoutError):  # it may yet end
+            peers._line(ours, time.monotonic())
+        theirs.sendall(b"x" * 1001)
+        with pytest.raises(ConnectionError, match="no end"):
+            peers._line(ours, time.monotonic() + 60)
+        theirs.sendall(b"x" * 999 + b"\n")
+        assert peers._line(ours, time.monotonic() + 60) == b"x" * 999 + b"\n"
+
+
+GOOD = {"agent": "YQ==", "place": 4096, "size": 8}
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        *({"size": size} for size in (0, -1, peers.MOST_BYTES + 1, True, 1.5, "8", None)),
+        *({"place": place} for place in (0, -1, 2**64, True, 1.5, "8", None)),
+        *({"agent": agent} for agent in ("?", 5, None)),
+    ],
+)
+def test_an_answer_that_no_peer_would_give_takes_memory(wrong: dict) -> None:
+    assert peers._answer("h:1", json.dumps(GOOD).encode()) == GOOD | {"agent": b"a"}
+    assert peers._answer("h:1", json.dumps(GOOD | {"size": peers.MOST_BYTES, "place": 2**64 - 1}).encode())
+    with pytest.raises(Refused, match=r"^the peer h:1 answers ") as caught:
+        peers._answer("h:1", json.dumps(GOOD | wrong).encode())
+    assert caught.value.code == "malformed"
