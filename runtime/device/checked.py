@@ -31,6 +31,7 @@ TRIED = (
 )
 MOST_WIDTH = 2**26  # numbers of one token in one value
 SELECT = torch.ops.aten.index_select.default
+PLAIN = "as it is"  # a weight that no form packs
 HEAD_OPS = ["linear", "linear_argmax"]  # of logits, and of the best of them
 
 
@@ -89,6 +90,9 @@ class _Trial:
             args = [self._of(value) for value in node.args]
             op = OURS.get(node.target)
             self._check_use(node, op)
+            if node.target is SELECT and (args[1] != 0 or args[0].shape[0] != self._sizes["T"]):
+                found, num = args[0].shape[args[1]], self._sizes["T"]
+                raise ValueError(f"{node.name} selects from {found} lines, a step has {num} tokens")
             if op is not None:
                 self._check_op(node, op, args)
             made = SHAPES.get(node.target, node.target)(*args)  # type: ignore[operator]
@@ -188,6 +192,8 @@ class _Trial:
             arg = op.arg_at(place) if op is not None else None
             wanted = _number(node, place, arg)
             for part in value if isinstance(value, (list, tuple)) else [value]:
+                if op is None and part in self._weights:
+                    self._see(part, PLAIN)
                 if part in self._states and not (arg and arg.mutated):
                     raise ValueError(f"{node.name} reads {part}, a state, which no op of ours changes there")
                 found = self._numbers.get(part) if isinstance(part, Node) else None
@@ -238,9 +244,7 @@ class _Trial:
     def _check_layout(self, node: Any, pack: Any, group: Layout | None) -> None:
         """A packed weight is what packing one of the declared shape makes: a group, its dtype or bfloat16."""
         declared, found = self._values[node], self._weights[node]
-        layout = "as it is" if pack is None else f"{pack.__module__}.{pack.__qualname__}, {group}"
-        if self._seen.setdefault(node, layout) != layout:
-            raise ValueError(f"{node.name} is wanted in two layouts")
+        self._see(node, PLAIN if pack is None else f"{pack.__module__}.{pack.__qualname__}, {group}")
         if group is not None and pack is not None:
             _same(f"{node.name}, a weight", found, pack(WeightGroup.empty(group, tuple(declared.shape))))
         elif pack is not None:
@@ -248,9 +252,13 @@ class _Trial:
             kind = next((made for made in packed if made.dtype == found.dtype), packed[0])
             _same(f"{node.name}, a weight", found, kind)
 
+    def _see(self, node: Any, layout: str) -> None:
+        if self._seen.setdefault(node, layout) != layout:
+            raise ValueError(f"{node.name} is wanted in two layouts")
+
     def _plain(self) -> list[tuple[Node, torch.Tensor]]:
         """Weights that no form packs lie as they were declared."""
-        return [(n, self._values[n]) for n in self._weights if self._seen.get(n, "as it is") == "as it is"]
+        return [(n, self._values[n]) for n in self._weights if self._seen.get(n, PLAIN) == PLAIN]
 
     def _check_sizes(self, node: Node, op: Op, args: list[Any], call: Call) -> None:
         """What the host knows: how many tokens, slots and pages there are, how long rings and tables are."""

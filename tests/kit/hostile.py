@@ -5,6 +5,7 @@
 By itself, so that a crash, code that runs and memory that is taken show, and end nothing else.
 """
 
+import io
 import json
 import os
 import resource
@@ -12,7 +13,7 @@ import select
 import subprocess
 import sys
 import warnings
-from contextlib import suppress
+from contextlib import redirect_stdout, suppress
 from pathlib import Path
 from typing import Any
 
@@ -94,7 +95,7 @@ def _inspect(engine_dir: Path) -> None:
     from hemiola.runtime.errors import Refused
 
     config = ServeConfig(**OPTIONS)
-    with suppress(Refused):
+    with suppress(Refused), redirect_stdout(io.StringIO()):
         found = manifest.load(engine_dir)
         json.dumps(described(engine_dir, found, config))
         show(engine_dir, found, config)

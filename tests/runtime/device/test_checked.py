@@ -186,6 +186,40 @@ def test_lines_that_are_selected_are_those_of_the_step(trunk: Trunk) -> None:
     trunk.refused("token_ids for its logits_ids")
 
 
+def test_lines_of_a_weight_are_selected_by_places_of_a_step(trunk: Trunk) -> None:
+    """A weight of one line would be read as far behind its end as a step has tokens."""
+    at = next(n for n, line in enumerate(trunk.lines) if line[1] == "aten.index_select.default")
+    width = trunk.manifest.hidden_size
+    weight = next(line for line in trunk.lines if line[1] == "" and len(line[4]) == 2 and line[4][1] == width)
+    trunk.lines[at][2][0] = {"node": weight[0]}
+    trunk.refused(f"{weight[0]} is wanted in two layouts")
+
+
+def test_selected_lines_are_selected_by_places_of_a_step(trunk: Trunk) -> None:
+    """They are fewer than the step's tokens."""
+    at = next(n for n, line in enumerate(trunk.lines) if line[1] == "aten.index_select.default")
+    again = trunk.insert(
+        at + 1, "aten.index_select.default", {"node": trunk.lines[at][0]}, *trunk.lines[at][2][1:]
+    )
+    trunk.lines[at + 2][2][0] = again
+    trunk.refused(r"selects from 2 lines, a step has 7 tokens")
+
+
+def test_columns_are_selected_by_places_of_a_step(trunk: Trunk) -> None:
+    at = next(n for n, line in enumerate(trunk.lines) if line[1] == "aten.index_select.default")
+    trunk.lines[at][2][1] = 1
+    trunk.refused("selects from")
+
+
+@pytest.mark.parametrize("before", [True, False])
+def test_a_packed_weight_is_read_by_torch_as_if_it_were_not(trunk: Trunk, before: bool) -> None:
+    """It has another shape, and may have fewer bytes, than is declared."""
+    at = trunk.call("linear")
+    weight = trunk.lines[at][2][1]
+    trunk.insert(at + 1 - before, "aten.mul.Tensor", weight, weight)
+    trunk.refused("wanted in two layouts")
+
+
 def test_a_state_that_is_read_as_something_else_is_refused(trunk: Trunk) -> None:
     """There are as many slots as the machine has memory for, not as many as tokens."""
     at = trunk.call("conv")
