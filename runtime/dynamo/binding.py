@@ -1,5 +1,7 @@
 """What a worker takes from ai-dynamo-runtime; nothing else here imports it."""
 
+from collections.abc import Callable
+from functools import partial
 from importlib import metadata, util
 from types import ModuleType
 from typing import NamedTuple
@@ -16,7 +18,7 @@ class Errors(NamedTuple):
     invalid: type[Exception]
     lost: type[Exception]
     failed: type[Exception]
-    busy: type[Exception]  # another worker may have room
+    busy: Callable[[str], Exception]  # status 503
 
 
 class Binding(NamedTuple):
@@ -38,11 +40,11 @@ def load_binding() -> Binding:
     from dynamo.llm import ModelInput  # pyright: ignore[reportMissingImports]
     from dynamo.llm.exceptions import (  # pyright: ignore[reportMissingImports]
         EngineShutdown,
+        HttpError,
         InvalidArgument,
         Unknown,
-        WorkerUnavailable,
     )
 
     return Binding(
-        backend, ModelInput.Tokens, Errors(InvalidArgument, EngineShutdown, Unknown, WorkerUnavailable)
+        backend, ModelInput.Tokens, Errors(InvalidArgument, EngineShutdown, Unknown, partial(HttpError, 503))
     )

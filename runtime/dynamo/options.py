@@ -44,7 +44,7 @@ class WorkerOptions(Strict):
         default=None, description="the frontend's parser of thoughts, by Dynamo's name"
     )
     max_queue: int = Field(
-        default=256, ge=0, description="requests that may wait for a row; more go to other workers"
+        default=256, ge=0, description="requests that may wait for a row; more are refused"
     )
     min_priority: int = Field(
         default=0,

@@ -18,7 +18,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 ENVIRONMENT = ROOT / ".venv/cluster"  # made by scripts/cluster.py
-LIMIT_S = 120.0
+LIMIT_S = 300.0
 
 
 def dynamo_python() -> Path | None:

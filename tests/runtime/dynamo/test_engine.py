@@ -263,7 +263,7 @@ async def test_refusals_are_the_callers_fault_and_a_lost_engine_is_not(engine_di
 
 
 @running
-async def test_more_requests_than_may_wait_go_to_other_workers(engine_dir: Path) -> None:
+async def test_more_requests_than_may_wait_are_refused(engine_dir: Path) -> None:
     async with Worker(engine_dir, max_queue=1, max_rows=1) as worker:
         streams = [worker.ask(Call(str(n)), max_tokens=100) for n in range(2)]
         first = [asyncio.ensure_future(anext(stream)) for stream in streams]
