@@ -20,7 +20,7 @@ import torch
 from hemiola.builder.build import Options, build
 from hemiola.runtime.api import Piece, SamplingParams
 from hemiola.runtime.dynamo.binding import Errors
-from hemiola.runtime.dynamo.engine import Bounds, DynamoEngine
+from hemiola.runtime.dynamo.engine import DynamoEngine, WorkerBounds
 from hemiola.runtime.llm import LLM
 
 MODEL = Path(__file__).resolve().parents[1] / "demo/qwen3.5-code"
@@ -126,7 +126,7 @@ async def run(engine_dir: Path, rounds: int, streams: int) -> None:
         return opened[0]
 
     errors = Errors(ValueError, RuntimeError, RuntimeError, RuntimeError)
-    engine = DynamoEngine(open_llm, id, errors, Bounds(), lambda reason: None)
+    engine = DynamoEngine(open_llm, id, errors, WorkerBounds(), lambda reason: None)
     await engine.start(1)
     await measure(engine, opened[0], rounds, streams)
     await engine.cleanup()

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from hemiola.runtime.device.lane import Lane, Mark
-from hemiola.runtime.device.lines import Lines
+from hemiola.runtime.device.lines import StateLines
 from hemiola.runtime.device.pinned import lock, unlock
 from hemiola.runtime.device.transfer import upload_ints
 
@@ -49,7 +49,7 @@ class HostUnits:
         device: torch.device,
         share: Share = ALL,
     ) -> None:
-        self._pages, self._slots = Lines(pages), Lines(slots)
+        self._pages, self._slots = StateLines(pages), StateLines(slots)
         self._device, self._lane = device, Lane(device)
         self._leaving: deque[tuple[Mark, torch.Tensor]] = deque()  # gathered, and being copied
         self._marks: dict[int, Mark] = {}  # of loads for which no step was held yet
@@ -73,7 +73,7 @@ class HostUnits:
         self._leaving.clear()
         if self._device.type == "cuda":
             self._unlock()
-        self._pages, self._slots = Lines([]), Lines([])
+        self._pages, self._slots = StateLines([]), StateLines([])
         self._units = torch.empty(0, 0, dtype=torch.uint8)
         self._numbers = self._units.numpy()
         del self._memory

@@ -11,7 +11,7 @@ import torch
 WORD = 8  # bytes
 
 
-class Lines:
+class StateLines:
     """states: [num_pages or num_slots, *shape] each; those of no bytes are left out."""
 
     def __init__(self, states: Sequence[torch.Tensor]) -> None:

@@ -13,7 +13,7 @@ from hemiola.plugins.cpu import cgroups
 from hemiola.runtime.config import state_bytes
 from hemiola.runtime.device.graphs import one_at_a_time
 from hemiola.runtime.device.host_units import ALL, HostUnits, Share
-from hemiola.runtime.device.lines import Lines
+from hemiola.runtime.device.lines import StateLines
 from hemiola.runtime.device.pinned import PINNED
 from hemiola.runtime.device.transfer import upload_ints
 from hemiola.runtime.errors import Refused, any_of
@@ -59,7 +59,7 @@ class Storage:
             raise Refused("exhausted", "num_pages", message=message, way_out=FEWER) from None
         self._pages = [self.tensors[s.name] for s in states if s.kind == "page"]
         self._slots = [self.tensors[s.name] for s in states if s.kind == "slot"]
-        self._slot_lines = Lines(self._slots)
+        self._slot_lines = StateLines(self._slots)
         self._held = ExitStack()
         self.poison = poison
         if poison:
@@ -70,7 +70,7 @@ class Storage:
         """Give the memory back; pools of pages and slots still name this."""
         self._held.close()
         self.tensors, self._pages, self._slots = {}, [], []
-        self._slot_lines = Lines([])
+        self._slot_lines = StateLines([])
 
     def host_units(self, num_bytes: int, share: Share = ALL) -> HostUnits:
         """Memory of the host for pages and slots, of all ranks; closed with this."""

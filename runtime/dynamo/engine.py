@@ -20,7 +20,7 @@ from hemiola.runtime.llm import LLM
 WATCH_S = 0.25  # between two looks at the engine's load
 
 
-class Bounds(NamedTuple):
+class WorkerBounds(NamedTuple):
     """What a worker takes; see WorkerOptions."""
 
     min_priority: int = 0
@@ -84,7 +84,7 @@ class DynamoEngine:
         open_llm: Callable[[], LLM],
         register: Callable[[LLM], object],
         errors: Errors,
-        bounds: Bounds,
+        bounds: WorkerBounds,
         on_lost: Callable[[str], None],
         hand_over: Callable[[LLM], Handover] | None = None,
         store: Path | None = None,

@@ -14,7 +14,7 @@ from typing import Any
 from hemiola.runtime import manifest as manifests
 from hemiola.runtime.dynamo.binding import Binding, load_binding
 from hemiola.runtime.dynamo.card import make_card
-from hemiola.runtime.dynamo.engine import Bounds, DynamoEngine
+from hemiola.runtime.dynamo.engine import DynamoEngine, WorkerBounds
 from hemiola.runtime.dynamo.handover import Handover
 from hemiola.runtime.dynamo.options import WorkerOptions
 from hemiola.runtime.errors import Failed, Name, Refused, one_line
@@ -44,7 +44,7 @@ def run_worker(engine_dir: Path, own: WorkerOptions, options: Mapping[str, Any],
     card = make_card(engine_dir, manifests.load(engine_dir))
     open_llm = partial(LLM, engine_dir, progress=True, **options)
     register = partial(_register, binding, card, own, say)
-    bounds = Bounds(own.min_priority, own.hang_timeout, own.max_queue)
+    bounds = WorkerBounds(own.min_priority, own.hang_timeout, own.max_queue)
     engine = DynamoEngine(open_llm, register, binding.errors, bounds, lost, hand_over, _store(own))
     try:
         asyncio.run(_run(binding, engine, card, own))

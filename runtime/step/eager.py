@@ -14,7 +14,7 @@ from hemiola.runtime.device.transfer import fetch, upload
 from hemiola.runtime.schedule.plan import Plan
 from hemiola.runtime.step.choice import Argmax, ByRules, Masks
 from hemiola.runtime.step.output import StepOutput
-from hemiola.runtime.step.pack import Packed
+from hemiola.runtime.step.pack import PackedPlan
 from hemiola.runtime.step.parts import EngineParts, program_of
 from hemiola.runtime.step.program import MARKS, Chooser, Feed
 from hemiola.runtime.step.prompt_lines import WithPrompts, most_lines
@@ -34,7 +34,7 @@ class EagerSteps:
         self.prompts = prompts
         self._at_once = most_lines(self._config)
 
-    def launch(self, plan: Plan, packed: Packed) -> StepOutput:
+    def launch(self, plan: Plan, packed: PackedPlan) -> StepOutput:
         """Start a step; its output can be read when a fence behind it has been passed."""
         numbers, sizes = packed
         device = self._ledger.device

@@ -22,7 +22,7 @@ class PlanSizes(NamedTuple):
     passes: int  # most drafts of a row
 
 
-class Packed(NamedTuple):
+class PackedPlan(NamedTuple):
     """What every rank gets of a plan's rows."""
 
     numbers: "array[int]"  # the table [N + 1, 10] int32, flat
@@ -37,7 +37,7 @@ MasksOfRows = dict[
 class Ready(NamedTuple):
     """A plan as executors take it, made once."""
 
-    packed: Packed
+    packed: PackedPlan
     masks: MasksOfRows
 
 
@@ -47,7 +47,7 @@ def masks_of(rows: Sequence[Row]) -> MasksOfRows:
     return {n: guide.masks[: 1 + row.num_drafts] if row.chooses else [] for n, row, guide in guided}
 
 
-def pack(rows: Sequence[Row], has_head: bool) -> Packed:
+def pack(rows: Sequence[Row], has_head: bool) -> PackedPlan:
     """has_head: an MTP head reads pairs and drafts."""
     numbers = array("i")
     tokens = lines = pairs = drafting = passes = 0
@@ -67,7 +67,7 @@ def pack(rows: Sequence[Row], has_head: bool) -> Packed:
             drafting += room > 0
         passes = max(passes, room)
     numbers.extend((tokens, lines, pairs, drafting, 0, 0, 0, 0, 0, 0))
-    return Packed(numbers, PlanSizes(len(rows), tokens, lines, pairs, drafting, width, passes))
+    return PackedPlan(numbers, PlanSizes(len(rows), tokens, lines, pairs, drafting, width, passes))
 
 
 def padded(numbers: "array[int]", num_rows: int) -> "array[int]":

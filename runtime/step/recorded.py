@@ -20,7 +20,7 @@ from hemiola.runtime.device.session import Computed
 from hemiola.runtime.schedule.plan import Plan
 from hemiola.runtime.step.choice import Argmax
 from hemiola.runtime.step.output import StepOutput
-from hemiola.runtime.step.pack import Packed
+from hemiola.runtime.step.pack import PackedPlan
 from hemiola.runtime.step.parts import EngineParts
 from hemiola.runtime.step.program import MARKS, Batch, Drafting, Feed, Pairs, Program, ProgramParts, StepState
 
@@ -66,7 +66,7 @@ class Recorded:
                 return False
         return True
 
-    def launch(self, plan: Plan, packed: Packed) -> StepOutput:
+    def launch(self, plan: Plan, packed: PackedPlan) -> StepOutput:
         """All of it is done when this returns."""
         numbers, sizes = packed
         told = array("q", bytes(8 * (MARKS + sizes.rows * (sizes.width + ANSWERS))))

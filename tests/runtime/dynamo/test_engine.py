@@ -21,7 +21,7 @@ from hemiola.runtime.cache.tree import Entry
 from hemiola.runtime.dynamo import events, handover
 from hemiola.runtime.dynamo.binding import Errors
 from hemiola.runtime.dynamo.card import make_card
-from hemiola.runtime.dynamo.engine import Bounds, DynamoEngine
+from hemiola.runtime.dynamo.engine import DynamoEngine, WorkerBounds
 from hemiola.runtime.dynamo.handover import Handover
 from hemiola.runtime.dynamo.options import WorkerOptions
 from hemiola.runtime.errors import Failed, Lost, Refused
@@ -95,7 +95,7 @@ class Worker:
         own = WorkerOptions(disaggregation_mode=mode)
         hand_over = partial(Handover, own=own) if mode != "agg" else None
         self.engine = DynamoEngine(
-            open_llm, id, errors, Bounds(0, hang_timeout_s, max_queue), lost, hand_over, store
+            open_llm, id, errors, WorkerBounds(0, hang_timeout_s, max_queue), lost, hand_over, store
         )
 
     async def __aenter__(self) -> "Worker":
