@@ -67,7 +67,10 @@ def texts(num: int, length: int = 40) -> list[list[int]]:
 @pytest.mark.parametrize("hybrid", [True, False])
 def test_a_server_that_was_restarted_finds_yesterdays_prefixes(open_hand: Make, hybrid: bool) -> None:
     hand, asked = open_hand(hybrid=hybrid), texts(6)
-    assert [ask(hand, text) for text in asked] == [0] * 6
+    for text in asked:
+        assert ask(hand, text) == 0
+        # what is being written is lent: on a busy machine there may be no room for more
+        assert hand.loop.scheduler.prefix.disk.drain(60)
     end(hand)
     hand = open_hand(hybrid=hybrid)
     assert [ask(hand, text) for text in asked] == [32] * 6
