@@ -10,11 +10,12 @@ import pytest
 import torch
 from safetensors import safe_open
 
+from hemiola.plugins.ranks import words_of
 from hemiola.runtime import manifest
 from hemiola.runtime.device.checked import SHAPES, check_program
 from hemiola.runtime.device.program import load_program
 from hemiola.runtime.errors import Refused
-from hemiola.runtime.manifest import Manifest
+from hemiola.runtime.manifest import GROUP, Manifest
 
 Line = list[Any]
 INPUTS = ("token_ids", "positions", "rows", "page_table", "logits_ids")
@@ -304,3 +305,27 @@ def test_arguments_that_are_no_tensors_are_refused(
 def test_parts_that_do_not_fit_are_not_joined(other: Any) -> None:
     with pytest.raises(ValueError, match=r"is joined to|no list of tensors"):
         SHAPES[torch.ops.aten.cat.default]([X, other], 0)
+
+
+def test_a_weight_is_taken_for_the_addresses_of_ranks(
+    tiny_engine: Callable[..., Path], tmp_path: Path
+) -> None:
+    """Kernels would read and write where a stranger's file says."""
+    trunk = Trunk(tiny_engine("qwen3_5_moe_divisible", tp=2), tmp_path)
+    segment, call = trunk.manifest.segment("trunk"), trunk.lines[trunk.call("sum")]
+    place = segment.weights.index(GROUP)
+    assert trunk.lines[place][0] == call[2][1]["node"]
+    trunk.lines.insert(place + 1, ["mine", *trunk.lines[place][1:]])
+    call[2][1] = {"node": "mine"}
+    names = [*segment.weights[: place + 1], "mine", *segment.weights[place + 1 :]]
+    trunk.path.write_text("\n".join(map(json.dumps, trunk.lines)))
+    held = {GROUP: torch.zeros(words_of(2), dtype=torch.int64)}
+    held["mine"] = held[GROUP]
+    for file in trunk.manifest.weights_files(0):
+        with safe_open(trunk.dir / file, "pt") as opened:
+            held |= {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
+    held |= {s.name: torch.empty((4, *s.shape), dtype=getattr(torch, s.dtype)) for s in trunk.manifest.states}
+    bound = [held[name] for name in (*names, *segment.states)]
+    changed = segment.model_copy(update={"weights": tuple(names)})
+    with pytest.raises(Refused, match="has mine for its ranks, which are given to group alone"):
+        check_program(load_program(trunk.path), changed, bound, trunk.manifest, "cpu")
