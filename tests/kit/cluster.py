@@ -99,7 +99,7 @@ class Cluster:
         home = self.folder / "home"  # where the frontend keeps model cards
         home.mkdir(parents=True)
         command = ["-m", "dynamo.frontend", "--router-mode", "kv", "--migration-limit", "9"]
-        command += ["--router-prefill-load-scale", "64"]  # prefixes count for more than even load
+        command += ["--router-prefill-load-scale", "16"]  # prefixes count for more than even load
         command += ["--http-host", "127.0.0.1", "--http-port", str(self.port)]
         self.frontend = self._start(command, self.folder / "frontend.log", {"HOME": str(home)})
         return self
