@@ -206,7 +206,8 @@ def test_a_follower_puts_into_a_bucket_what_its_leader_does(monkeypatch: pytest.
     monkeypatch.setattr(Captured, "run", run)
     monkeypatch.setattr(Captured, "_output", lambda *_: None)
     pages = PagePool(config.num_pages, config.page_len, config.num_slots, 16)
-    nothing: Any = SimpleNamespace(tensors={"mtp.hidden": torch.zeros(1, 1)})
+    nothing: Any = OneRank()
+    nothing.tensors = {"mtp.hidden": torch.zeros(1, 1)}
     made = [make_steps(config, nothing, nothing, pages, torch.device("cpu"), ExitStack()) for _ in range(2)]
     rows = [a_row(2, 3, room=2), a_row(1, 1), a_row(2, 2, owed=3), a_row(2, 5)]
     for n in (1, 2):
