@@ -31,7 +31,7 @@ from hemiola.runtime.cache.eviction import Evictor
 from hemiola.runtime.cache.pages import PagePool
 from hemiola.runtime.cache.prefix import PrefixCache
 from hemiola.runtime.cache.slots import SlotPool
-from hemiola.runtime.cache.tier import Tier, path_to
+from hemiola.runtime.cache.tier import Tier
 from hemiola.runtime.cache.tree import Chain, Entry
 
 GIB = 1 << 30
@@ -122,21 +122,20 @@ class File:
         last = self.tier.match(chain, known_len, start)
         if last is None:
             return 0.0
-        path = path_to(last)
-        known = self._host.known(path)
-        missing, state = path[len(known) :], self.tier.state_of(last)
-        if not missing and known[-1].slot_id:
+        known, missing = self._host.known(last)
+        state = self.tier.state_of(last)
+        if known is not None and not missing and known.slot_id:
             state = []
         num_units = len(missing) + len(state)
         seconds = num_units * COST.page_bytes / FILE_BYTES_S
         if seconds > PROMPT_S * (last.edge - start) + PATIENCE_S:
             return 0.0
-        with self._host.held(known[-1] if known else None):
+        with self._host.held(known):
             units = self._host.reserve(num_units)
         if units is None:
             return 0.0
         pages = {entry.key: unit for entry, unit in zip(missing, units, strict=False)}
-        self._host.adopt(path, pages, units[len(missing) :])
+        self._host.adopt(last, pages, units[len(missing) :])
         return seconds
 
 

@@ -28,7 +28,7 @@ from hemiola.plugins.ranks import WINDOWS as _WINDOWS
 
 PROGRAMS, RANK, STOP = tl.constexpr(_PROGRAMS), tl.constexpr(_RANK), tl.constexpr(_STOP)
 WINDOWS, PLACE = tl.constexpr(_WINDOWS), tl.constexpr(LINES * LINE_BYTES)
-LINE, BYTES, BLOCK_PLACE = tl.constexpr(LINE_BYTES), tl.constexpr(PAYLOAD), tl.constexpr(BLOCK * PAYLOAD)
+LINE, BLOCK_PLACE = tl.constexpr(LINE_BYTES), tl.constexpr(BLOCK * PAYLOAD)
 # Neither branches in Triton's own language, whose compiler (3.6) fails on that: a rank is not its own peer.
 SEND = tl.constexpr("""{
     .reg .pred p;

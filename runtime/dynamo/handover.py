@@ -59,6 +59,7 @@ class Handover:
             if not self._places.acquire(blocking=False):
                 raise Lost(f"{MOST_FETCHES} others wait for their workers")
             fetch = self._threads.submit(self._fetch, str(address), ids, asked.params.cache_salt)
+            fetch.add_done_callback(lambda _: self._places.release())  # also of one that never began
             await asyncio.wrap_future(fetch)
         except (Refused, Failed, Lost) as error:
             log.warning("a prompt is computed here: %s", error)
@@ -66,10 +67,7 @@ class Handover:
             log.exception("a prompt is computed here")
 
     def _fetch(self, address: str, ids: list[int], cache_salt: str) -> None:
-        try:
-            self._llm.import_prefix(self._peer.fetch(address, ids, cache_salt))
-        finally:
-            self._places.release()
+        self._llm.import_prefix(self._peer.fetch(address, ids, cache_salt))
 
     def close(self) -> None:
         self._threads.shutdown(wait=False)

@@ -63,7 +63,8 @@ def _check_system_port() -> None:
     if not port.isdecimal() or not 0 < int(port) < 2**15:
         return  # Dynamo says what it thinks of that
     try:
-        socket.create_server((host, int(port))).close()
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        socket.create_server((host.strip("[]"), int(port)), family=family).close()
     except OSError as error:
         message = f"DYN_SYSTEM_PORT: cannot listen on {host}:{port} ({one_line(error)})"
         raise Refused("in_use", message=message, way_out="choose another port") from None

@@ -118,10 +118,14 @@ class Recorder:
 
     def _kept(self, batch: Batch, out: Computed) -> Computed:
         check_inputs(self.config, "trunk", {name: getattr(batch, name) for name in INPUTS["trunk"]})
-        logits = out._lines if self.ranks is not None else out.logits  # all logits would take all ranks
+        logits = self._own(out)
         is_capturing = logits.is_cuda and torch.cuda.is_current_stream_capturing()
         (self.captured if is_capturing else self.logits).append(logits.clone())
         return out
+
+    def _own(self, out: Computed) -> torch.Tensor:
+        """This rank's logits: all would take all ranks."""
+        return out._lines if self.ranks is not None else out.logits
 
     @property
     def recordings(self) -> list:
@@ -144,7 +148,7 @@ class Recorder:
             made = forward(plan, tokens, lines)
             if len(self.logits) > num:
                 self.logits.pop()
-            self.logits.append(made.out.logits.clone())
+            self.logits.append(self._own(made.out).clone())
             return made
 
         prompts.forward = forward_and_keep

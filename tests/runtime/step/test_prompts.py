@@ -1,7 +1,5 @@
 """Prompts in fixed sizes: which there are, what the trunk reads, and what of its results a step gets."""
 
-import random
-
 import pytest
 import torch
 from kit.fake_session import resolved
@@ -40,7 +38,7 @@ def made(trunk: Noting, **changes: int) -> Prompts:
     ledger.ids[1:] = torch.randint(1, 99, (config.num_slots - 1, ledger.ids.shape[1]))
     ledger.lengths[:3, 1:] = torch.randint(1, 99, (config.num_slots - 1,))
     pages = PagePool(config.num_pages, config.page_len, config.num_slots, config.max_len // config.page_len)
-    pages.table[1:] = random.randint(1, 99)
+    pages.table[1:] = torch.randint(1, 99, pages.table[1:].shape).numpy()
     return Prompts(
         EngineParts(forms("compiled"), config, ledger, PageTable(pages, CPU, False), torch.empty(0)), trunk
     )
