@@ -21,8 +21,8 @@ from hemiola.runtime.device.memory import Storage
 from hemiola.runtime.device.session import Computed
 from hemiola.runtime.open import make_loop
 from hemiola.runtime.schedule.loop import Loop
-from hemiola.runtime.schedule.plan import Batch
 from hemiola.runtime.schedule.request import Bounds, new_request
+from hemiola.runtime.step.program import Batch
 from hemiola.runtime.text import Text
 
 VOCAB, PROMPT_LEN, NUM_STEPS, PAGE_LEN = 4096, 64, 300, 64
