@@ -100,8 +100,8 @@ def _described(repo: str, revision: str | None) -> tuple[str, dict[str, int]]:
         commit = info.sha if isinstance(info.sha, str) and COMMIT.fullmatch(info.sha) else ""
         if commit and all(type(size) is int and size >= 0 for size in sizes.values()):
             return commit, sizes
-        reason = "a commit or a size that is none"
-    message = f"{constants.ENDPOINT} describes {repo} as the Hub does not ({reason})"
+        reason = "its commit or a file size is invalid"
+    message = f"{constants.ENDPOINT} gives a malformed description of {repo} ({reason})"
     raise Refused("malformed", message=message, way_out="set HF_ENDPOINT to another Hub")
 
 

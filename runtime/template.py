@@ -55,6 +55,7 @@ EACH, CONCAT, MADE, READ, CUT = (
 COMPARE = {"dictsort": None, "groupby": 0, "max": 1, "min": 1, "sort": 2, "unique": 1}
 # Methods of texts that may look at all of another text at each of their own characters.
 MATCH = {"lstrip", "rfind", "rindex", "rpartition", "rsplit", "rstrip", "strip"}
+AT_ONCE = {"count", "first", "last", "length"}  # filters whose work does not grow with the list
 PADDED = {"center", "ljust", "rjust", "zfill"}
 
 
@@ -213,7 +214,7 @@ class _Environment(ImmutableSandboxedEnvironment):
             self.spend(TURN)
             if name == "wordcount":
                 self.spend(len(value))
-            elif hasattr(value, "__len__"):  # some filters read all of it, and make little or nothing
+            elif name not in AT_ONCE and hasattr(value, "__len__"):  # some read all of it, and make little
                 self.spend(len(value) // TURN if isinstance(value, str) else ITEM * len(value))
             self._before_filter(name, value, others, kwargs)
             return self.made(plain(*passed, *given, **kwargs))
@@ -265,7 +266,7 @@ class _Environment(ImmutableSandboxedEnvironment):
         if name == "format":
             self.check_format(value, others)
         elif name == "replace":
-            self._check_replace(str(value), [named.get("old", others[0]), named.get("new", others[-1])])
+            self._check_replace(str(value), [named.get("old", others[0]), named.get("new", others[1])])
         elif name == "join":
             self.spend(len(str(others[0])) * len(value) if others else 0)
         elif name == "indent":

@@ -16,8 +16,6 @@ from hemiola.runtime.errors import one_line
 FILES = {"tokenizer.json": 2**27, "tokenizer_config.json": 2**26, "chat_template.jinja": 2**22}
 MARKS = {"<think>", "</think>", "<tool_call>", "</tool_call>", "<TOOLCALL>", "</TOOLCALL>"}
 SHRINKS = {"NFC": 4, "NFKC": 4, "NFD": 1, "NFKD": 1}  # characters that may become one
-
-
 # How many characters one may become by a step of a tokenizer, roughly; a step that is not here makes none.
 GROWTH = {
     "BPEDecoder": 2, "BertNormalizer": 2, "ByteLevel": 2, "CTC": 2, "Lowercase": 2, "NFC": 2, "NFD": 2,
@@ -46,7 +44,9 @@ def check_growth(tokenizer: Tokenizer) -> None:
         steps = [] if part is None else _steps(json.loads(part.__getstate__()))
         growth = math.prod(map(_growth, steps))
         if growth > MOST_GROWTH:
-            raise ValueError(f"its {kind} may make {growth:.3g} of one, at most {MOST_GROWTH} are served")
+            raise ValueError(
+                f"its {kind} may turn one character into {growth:.3g}, at most {MOST_GROWTH} are allowed"
+            )
 
 
 def _steps(entry: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:

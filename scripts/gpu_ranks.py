@@ -415,26 +415,21 @@ def _steady(peers: Peers) -> None:
     os._exit(0)  # NCCL takes seconds to end
 
 
-def _us(peers: Peers, run: Callable[[], object], in_graph: bool = True, each: int = 50) -> float:
-    """Median of ten rounds."""
+def _us(peers: Peers, run: Callable[[], object], each: int = 50) -> float:
+    """Median of ten rounds in a graph."""
     for _ in range(3):
         run()
     peers.meet()
     graph = torch.cuda.CUDAGraph()
-    if in_graph:
-        with torch.cuda.graph(graph):
-            for _ in range(each):
-                run()
+    with torch.cuda.graph(graph):
+        for _ in range(each):
+            run()
     found = []
     for _ in range(12):
         peers.meet()
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         start.record()
-        if in_graph:
-            graph.replay()
-        else:
-            for _ in range(each):
-                run()
+        graph.replay()
         end.record()
         torch.cuda.synchronize()
         found.append(1e3 * start.elapsed_time(end) / each)

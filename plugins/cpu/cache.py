@@ -28,6 +28,7 @@ IMPORT = re.compile(r"^\s*(?:from|import) (hemiola[\w.]*)(?: import (?:\(([^)]*)
 KEPT_SECONDS = 30 * 86400  # since the folder of a CPU and a compiler was last used
 KEPT_VERSIONS = 8  # of a module: several checkouts share the cache
 RECENT_SECONDS = 3600  # another process may still write into a folder that was used so recently
+WAY_OUT = "remove their permission to write, or set XDG_CACHE_HOME to a folder of your own"
 log = logging.getLogger("hemiola")
 config: Any = _config  # numba makes its settings at run time
 
@@ -40,7 +41,9 @@ def cache_dir() -> Path:
         folder = root / "hemiola" / "kernels" / hashlib.sha256(made_by.encode()).hexdigest()[:16]
         folder.mkdir(parents=True, exist_ok=True)
         if stranger := _of_others((root, root / "hemiola", folder.parent, folder)):
-            log.warning("others may write to %s: kernels are not kept there", stranger)
+            log.warning(
+                "others may write to %s, so compiled kernels are not kept there; %s", stranger, WAY_OUT
+            )
         elif os.access(folder, os.W_OK):
             os.utime(folder)
             others = (other for other in folder.parent.iterdir() if FOLDER.fullmatch(other.name))

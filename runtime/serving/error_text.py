@@ -31,12 +31,12 @@ def text_of(error: BaseException, as_data: bool) -> str:
     return json.dumps(_data(error)) if as_data else str(error)
 
 
-def told(error: BaseException, as_data: bool) -> tuple[str, str]:
-    """Kind and text, whatever it is: nobody else would answer its caller."""
+def kind_and_text(error: BaseException, as_data: bool) -> tuple[str, str]:
+    """Of any error, also one that cannot be written: its caller must get an answer."""
     try:
         return kind_of(error), text_of(error, as_data)
     except Exception as failed:
-        return INTERNAL, f"{type(error).__name__} cannot be told ({type(failed).__name__})"
+        return INTERNAL, f"{type(error).__name__} cannot be written as text ({type(failed).__name__})"
 
 
 def error_from(text: str, lost: Callable[[str], Lost] = Lost) -> Exception:

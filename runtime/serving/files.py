@@ -8,8 +8,8 @@ import resource
 
 WANTED = 2**16
 KEPT = 256  # for the process itself: heartbeats, logs, connections to its own tritonserver
-SHARES = 4  # of the rest: there are two doors, and a connection may need another file on its way
-LEAST_SHARES = 8  # of all, where so few are allowed that hardly any would be left
+SHARES = 4  # a door gets a quarter of the rest: there are two doors, and a connection may need a second file
+LEAST_SHARES = 8  # but at least an eighth of all, for a limit near KEPT or below
 
 
 def raise_limit() -> None:
@@ -21,7 +21,7 @@ def raise_limit() -> None:
 
 
 def most_connections() -> int:
-    """Of one door at once."""
+    """How many connections one door may have at once."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     usable = WANTED if soft == resource.RLIM_INFINITY else min(soft, WANTED)
     return max(usable // LEAST_SHARES, (usable - KEPT) // SHARES)

@@ -1,6 +1,7 @@
 """A body of Triton's generate endpoints, before tritonserver reads it: it answers 500 to what is of another
 type than its config says, and names no field."""
 
+import json
 import math
 import re
 from collections.abc import Mapping
@@ -9,6 +10,7 @@ from typing import Any, NamedTuple
 
 from hemiola.runtime.errors import Amount, Name, Refused
 from hemiola.runtime.json_file import Repeated, parse_json
+from hemiola.runtime.serving.ask import JSON
 from hemiola.runtime.serving.error_text import KINDS
 from hemiola.runtime.serving.tritonserver import find_model
 
@@ -57,6 +59,12 @@ def check_generate(body: bytes | bytearray) -> None:
 
 
 def _check_tensor(name: str, value: object, own: Input) -> None:
+    is_nested = isinstance(value, dict) or (
+        isinstance(value, list) and [type(one) for one in value[:2]] != [str]
+    )
+    if name in JSON and is_nested:
+        way_out = f"give its JSON as a text, such as {json.dumps(JSON[name])}"
+        raise Refused("wrong_type", name, type(value), way_out=way_out)
     if not isinstance(value, list):
         _check(name, value, own.kind)
         return
@@ -92,6 +100,9 @@ def _check(name: str, value: object, kind: str) -> None:
         raise Refused("malformed", name, message=(Name(name), where), way_out="remove it")
     if kind == "INT64" and type(value) is int:
         raise Refused("out_of_range", name, value, "which needs more than 64 bits", "give a smaller number")
+    if value is None:
+        way_out = f"leave it out, or give {WANTED[kind]}"
+        raise Refused("wrong_type", name, message=(Name(name), " is null"), way_out=way_out)
     raise Refused("wrong_type", name, value, way_out=f"give {WANTED[kind]}")
 
 

@@ -14,7 +14,7 @@ from hemiola.runtime.serving import ending, heartbeat, settings
 from hemiola.runtime.serving.arrival import NAME as ARRIVAL
 from hemiola.runtime.serving.arrival import read_mark
 from hemiola.runtime.serving.ask import Ask, check_priority, read_ask, read_request, wants_data
-from hemiola.runtime.serving.error_text import told
+from hemiola.runtime.serving.error_text import kind_and_text
 from hemiola.runtime.serving.heartbeat import Clock
 from hemiola.runtime.serving.metrics import Board, Meter
 from hemiola.runtime.serving.place import check_instances, check_place, ranks_of, take_place
@@ -96,7 +96,7 @@ class Service:
         try:
             work()
         except BaseException as error:  # a library's panic, too: nobody else would answer
-            kind, text = told(error, as_data)
+            kind, text = kind_and_text(error, as_data)
             self.meter.ended(OUTCOMES.get(kind, "error"))
             self._outlet.fail(sender, kind, text)
 

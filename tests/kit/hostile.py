@@ -90,7 +90,7 @@ def _outcome(engine_dir: str) -> dict[str, Any]:
 def _inspect(engine_dir: Path) -> None:
     """As the command does, for people and for programs."""
     from hemiola.runtime import manifest
-    from hemiola.runtime.cli.inspect import described, show
+    from hemiola.runtime.cli.inspected import described, show
     from hemiola.runtime.config import ServeConfig
     from hemiola.runtime.errors import Refused
 

@@ -161,6 +161,7 @@ LARGE = {name: ENDLESS[name] for name in ("join_held", "join_attribute", "join_m
     "tilde": LONG + "{{ " + " ~ ".join(["s"] * 200) + " }}",
     "tojson_separators": LONG + "{{ range(200) | list | tojson(separators=(s, ':')) }}",
     "tojson_indent_by_text": LONG + "{{ range(200) | list | tojson(indent=s) }}",
+    "replace_counted": LONG + "{{ s | replace('x', '" + "y" * 200 + "', 10**7) }}",
     "replace_by_name": LONG + "{{ s | replace(new='" + "y" * 200 + "', old='x') }}",
 }  # fmt: skip
 
@@ -267,6 +268,12 @@ def test_a_long_conversation_is_rendered() -> None:
     )
     messages = [{"role": "user", "content": "x" * 9999} for _ in range(500)]
     assert len(ChatTemplate(template).render({"messages": messages})) > 2 * 500 * 9999
+
+
+def test_a_long_conversation_whose_template_asks_for_its_length_each_time_is_too_much_work() -> None:
+    template = "{% for m in messages[::-1] %}{% set at = (messages | length - 1) - loop.index0 %}{{ at }},{% endfor %}"
+    messages = [{"role": "user", "content": "x"} for _ in range(4000)]
+    assert ChatTemplate(template).render({"messages": messages}).startswith("3999,3998,")
 
 
 @pytest.mark.usefixtures("small_limit")

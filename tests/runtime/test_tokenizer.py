@@ -226,9 +226,9 @@ def test_one_character_becomes_millions(bomb: str, tmp_path: Path) -> None:
     source = checkpoints.make("qwen3_5", tmp_path / "source")
     path = source / "tokenizer.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | BOMBS[bomb]))
-    with pytest.raises(Refused, match=r"may make .* of one, at most 64 are served"):
+    with pytest.raises(Refused, match=r"may turn one character into .*, at most 64 are allowed"):
         Text(source)
-    with pytest.raises(Refused, match=r"may make .* of one, at most 64 are served"):
+    with pytest.raises(Refused, match=r"may turn one character into .*, at most 64 are allowed"):
         check_tokenizer(source, 2**20)
 
 
