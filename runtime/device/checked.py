@@ -90,9 +90,8 @@ class _Trial:
             args = [self._of(value) for value in node.args]
             op = OURS.get(node.target)
             self._check_use(node, op)
-            if node.target is SELECT and (args[1] != 0 or args[0].shape[0] != self._sizes["T"]):
-                found, num = args[0].shape[args[1]], self._sizes["T"]
-                raise ValueError(f"{node.name} selects from {found} lines, a step has {num} tokens")
+            if node.target is SELECT:
+                self._check_select(node, *args)
             if op is not None:
                 self._check_op(node, op, args)
             made = SHAPES.get(node.target, node.target)(*args)  # type: ignore[operator]
@@ -107,6 +106,16 @@ class _Trial:
         self._check_results(results)
         if self._segment.scores is not None:
             self._run_scores(self._segment.scores, results)
+
+    def _check_select(self, node: Node, lines: Any = None, dim: Any = None, *_: Any) -> None:
+        """Of a step's tokens, since its places are theirs."""
+        num = self._sizes["T"]
+        if not isinstance(lines, torch.Tensor) or lines.dim() == 0:
+            raise ValueError(f"{node.name} selects from {shown(lines)}, which has no lines")
+        if type(dim) is not int or dim != 0:
+            raise ValueError(f"{node.name} selects from dimension {shown(dim)}, not from lines")
+        if lines.shape[0] != num:
+            raise ValueError(f"{node.name} selects from {lines.shape[0]} lines, a step has {num} tokens")
 
     def _run_head(self, lines: Any) -> Any:
         """Logits, computed as a step asks for them: two calls on the program's first result."""

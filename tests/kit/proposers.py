@@ -15,6 +15,7 @@ from hemiola.runtime.step.bucket import Bucket
 from hemiola.runtime.step.captured import Captured, CapturedResult
 from hemiola.runtime.step.ledger import Ledger
 from hemiola.runtime.step.output import StepOutput
+from hemiola.runtime.step.pack import PackedPlan, Ready
 from hemiola.runtime.step.program import MARKS, Feed
 from hemiola.runtime.step.recorded import Recorded
 from hemiola.runtime.step.steps import AllSteps
@@ -58,9 +59,9 @@ class Scripted:
     def _drive_captured(self, captured: Captured) -> None:
         run, launch, plans = captured.run, captured.launch, []
 
-        def launch_known(plan: Plan, bucket: Bucket) -> object:
+        def launch_known(plan: Plan, ready: Ready, bucket: Bucket) -> object:
             plans.append(plan)
-            return launch(plan, bucket)
+            return launch(plan, ready, bucket)
 
         def run_and_propose(bucket: Bucket) -> CapturedResult:
             result = run(bucket)
@@ -73,8 +74,8 @@ class Scripted:
     def _drive_recorded(self, recorded: Recorded) -> None:
         launch = recorded.launch
 
-        def launch_and_propose(plan: Plan, fitted: object) -> StepOutput:
-            output = launch(plan, fitted)
+        def launch_and_propose(plan: Plan, packed: PackedPlan) -> StepOutput:
+            output = launch(plan, packed)
             answers = torch.frombuffer(output.numbers, dtype=torch.int64)[MARKS:].view(len(plan.rows), -1)
             self.propose(plan, answers, output.width)
             return output

@@ -318,7 +318,7 @@ def test_half_open_connections_and_floods_stop_nobody_else(served: Served, llm: 
     assert b" 200 " not in said
     if door == "grpc":
         assert "metadata" in grpc_flood(served, {"x-header": "y" * 1_000_000}, "a")
-        assert "prompt is" in grpc_flood(served, {}, "a" * (80 << 20))
+        assert "text_input has" in grpc_flood(served, {}, "a" * (80 << 20))
         sent(address, PREFACE, b"\xff" * 1000, 20_000)
     else:
         body = b'{"model": "hemiola", "prompt": "', b'"}'
