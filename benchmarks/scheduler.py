@@ -67,7 +67,7 @@ def decoding_loop(num_rows: int, text: Text) -> Loop:
         chunk_len=16, num_pages=num_rows * -(-MAX_LEN // PAGE_LEN) + 1, num_slots=2 * num_rows + 1,
         drafts="none", num_drafts=0, ngram_min=1, ngram_max=3, prefix_cache=True, snapshot_interval=0,
         pipeline_depth=0, adaptive_drafts=True, cuda_graphs=False, vocab_size=VOCAB,
-        aging_s=30.0,
+        aging_s=30.0, host_cache_bytes=0, disk_cache_dir=None, disk_cache_bytes=0,
     )  # fmt: skip
     storage = Storage((), config.num_pages, config.num_slots)
     loop = make_loop(config, storage, Stub(num_rows), text, Cost(1, 1))
