@@ -2,8 +2,8 @@
 
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from functools import cached_property
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cache, cached_property
 from pathlib import Path
 
 from tokenizers import Tokenizer
@@ -104,14 +104,14 @@ class Text:
     def decode(self, ids: Sequence[int]) -> str:
         return self.tokenizer.decode(ids, skip_special_tokens=True)
 
-    def is_silent(self, token_id: int) -> bool:
-        """Whether `decode` leaves it out: a special token, or none of the vocabulary."""
-        return token_id in self._special_ids or self.tokenizer.id_to_token(token_id) is None
-
     @cached_property
-    def _special_ids(self) -> frozenset[int]:
-        added = self.tokenizer.get_added_tokens_decoder()
-        return frozenset(token_id for token_id, token in added.items() if token.special)
+    def is_silent(self) -> Callable[[int], bool]:
+        """Whether `decode` leaves a token out: a special one, or none of the vocabulary."""
+        tokenizer = self.tokenizer
+        added = tokenizer.get_added_tokens_decoder()
+        special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
+        # asked for every token of every text
+        return cache(lambda token_id: token_id in special_ids or tokenizer.id_to_token(token_id) is None)
 
     def chat(self, messages: Sequence[Mapping[str, object]], **variables: object) -> str:
         """The prompt for a conversation, up to where the assistant speaks; nothing it says vanishes."""

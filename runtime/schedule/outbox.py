@@ -4,7 +4,7 @@ import time
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from hemiola.runtime.api import OnPiece, Piece, PromptLogprobs
+from hemiola.runtime.api import OnPiece, Piece
 from hemiola.runtime.errors import Refused
 from hemiola.runtime.schedule.plan import Plan
 from hemiola.runtime.schedule.request import Request
@@ -81,18 +81,20 @@ class Outbox:
 
     def _write(self, letter: _Letter, now: float) -> Event:
         request = letter.request
+        token_ids, logprobs = request.ids[letter.sent_len : request.total_len].tolist(), None
         try:
-            text = _new_text(letter, request.ids[letter.sent_len : request.total_len].tolist())
+            text = _new_text(letter, token_ids)
         except BaseException as error:
             text = ""
             _fail(request, error)
-        token_ids = request.ids[letter.sent_len : request.total_len].tolist()
-        logprobs = None
+        del token_ids[request.total_len - letter.sent_len :]  # behind a stop string
         if request.params.logprobs is not None:
             logprobs = request.logprobs[letter.sent_len - request.given_len :]
-        of_prompt = _prompt_logprobs(letter) if token_ids else None
+        of_prompt = None
         if token_ids:
             _count(request, now)
+            if request.params.prompt_logprobs is not None and letter.sent_len <= request.given_len:
+                of_prompt = [None, *request.prompt_logprobs]  # they leave with the first token
         letter.sent_len = request.total_len
         if request.finish_reason is None:
             piece = Piece(text, token_ids, logprobs, prompt_logprobs=of_prompt)
@@ -102,14 +104,6 @@ class Outbox:
         refused = error if isinstance(error, Refused) else None
         ending = request.finish_reason, request.metrics, None if error is None else str(error)
         return Event(request, Piece(text, token_ids, logprobs, *ending, of_prompt, refused), letter.on_piece)
-
-
-def _prompt_logprobs(letter: _Letter) -> PromptLogprobs | None:
-    """They leave with the first token."""
-    request = letter.request
-    if request.params.prompt_logprobs is None or letter.sent_len > request.given_len:
-        return None
-    return [None, *request.prompt_logprobs]
 
 
 def _fail(request: Request, error: BaseException) -> None:

@@ -353,7 +353,9 @@ class Scheduler:
                 request.ahead -= 1 + row.num_drafts
                 new_len += _num_accepted(outcome, n)
             request.committed_len = new_len
-            broken_at = _broken_score(row, outcome.prompt_logprobs.get(n, ()))
+            broken_at = 0
+            if row.scored is not None:
+                broken_at = _broken_score(row.scored, outcome.prompt_logprobs.get(n, ()))
             if n in outcome.broken or broken_at:
                 self._distrust(row.slot_id)
             if request.finish_reason is not None or request.starts_anew:
@@ -428,11 +430,9 @@ def _num_accepted(outcome: Outcome, n: int) -> int:
     return len(outcome.token_ids[n]) - (n not in outcome.broken)
 
 
-def _broken_score(row: Row, scores: Sequence[Logprob]) -> int:
+def _broken_score(scored: Scored, scores: Sequence[Logprob]) -> int:
     """The first position of the prompt whose log-probability is no finite number; 0: all are."""
-    if row.scored is None:
-        return 0
-    return next((row.scored.position + n for n, s in enumerate(scores) if not math.isfinite(s.logprob)), 0)
+    return next((scored.position + n for n, s in enumerate(scores) if not math.isfinite(s.logprob)), 0)
 
 
 def _scored(request: Request, start: int, end: int) -> Scored | None:

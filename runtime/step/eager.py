@@ -1,20 +1,20 @@
 """A step op by op, at any size and with any rules."""
 
-import itertools
 from array import array
 
 import numpy as np
 import torch
 
 from hemiola.plugins.step.plan import ANSWERS, COLUMNS
+from hemiola.runtime.choose.rule import Rule
 from hemiola.runtime.choose.rules import Group, RecentGroups
 from hemiola.runtime.choose.sampling import takes_more_than_best
 from hemiola.runtime.device.session import Drafter, Trunk
 from hemiola.runtime.device.transfer import fetch, upload
 from hemiola.runtime.schedule.plan import Plan
-from hemiola.runtime.step.choice import Argmax, ByRules, Masks
+from hemiola.runtime.step.choice import Argmax, Asked, ByRules, Masks
 from hemiola.runtime.step.output import StepOutput
-from hemiola.runtime.step.pack import PackedPlan
+from hemiola.runtime.step.pack import MasksOfRows, Ready
 from hemiola.runtime.step.parts import EngineParts, program_of
 from hemiola.runtime.step.program import MARKS, Chooser, Feed
 from hemiola.runtime.step.prompt_lines import WithPrompts, most_lines
@@ -34,16 +34,16 @@ class EagerSteps:
         self.prompts = prompts
         self._at_once = most_lines(self._config)
 
-    def launch(self, plan: Plan, packed: PackedPlan) -> StepOutput:
+    def launch(self, plan: Plan, ready: Ready) -> StepOutput:
         """Start a step; its output can be read when a fence behind it has been passed."""
-        numbers, sizes = packed
+        numbers, sizes = ready.packed
         device = self._ledger.device
         lines = np.frombuffer(numbers, np.int32).reshape(-1, len(COLUMNS))
         table, changes = upload(device, lines, self._table.changes())
-        told_drafts = self._config.num_drafts if any(row.guide for row in plan.rows) else 0
+        told_drafts = self._config.num_drafts if ready.masks else 0
         line = sizes.width + ANSWERS + told_drafts
         told = torch.zeros(MARKS + sizes.rows * line, dtype=torch.int64, device=device)
-        choice, scoring = self._choice(plan), None
+        choice, scoring = self._choice(plan, ready.masks), None
         if any(row.scored is not None for row in plan.rows):
             scoring = WithPrompts(self._ops, choice, plan, device, self._at_once)
         feed = Feed(
@@ -73,17 +73,17 @@ class EagerSteps:
         else:
             self.program.step(feed, self.prompts and self.prompts.forward)
 
-    def _choice(self, plan: Plan) -> Chooser:
+    def _choice(self, plan: Plan, masks_of_rows: MasksOfRows) -> Chooser:
         """By the rules of the plan's rows."""
-        choosing = [(n, row) for n, row in enumerate(plan.rows) if row.chooses]
-        rules = [row.rule for _, row in choosing for _ in range(1 + row.num_drafts)]
-        ends = list(itertools.accumulate(1 + row.num_drafts for _, row in choosing))
-        asked = [
-            (n, slice(end - 1 - row.num_drafts, end), row.rule.params.logprobs)
-            for (n, row), end in zip(choosing, ends, strict=True)
-            if row.rule.params.logprobs is not None
-        ]
-        masks = self._masks(plan)
+        rules: list[Rule] = []  # of each line
+        asked: list[Asked] = []
+        for n, row in enumerate(plan.rows):
+            if row.chooses:
+                rule, first = row.rule, len(rules)
+                rules += [rule] * (1 + row.num_drafts)
+                if rule.params.logprobs is not None:
+                    asked.append((n, slice(first, len(rules)), rule.params.logprobs))
+        masks = self._masks(plan, masks_of_rows) if masks_of_rows else None
         if not (asked or masks or takes_more_than_best(rules)):
             return Argmax(self._ops)
         drafting = [row for row in plan.rows if row.reads and row.room > 0]
@@ -95,14 +95,13 @@ class EagerSteps:
         of_ledger = (ledger.lengths, ledger.ids, vocab_size)
         return ByRules(self._ops, *of_ledger, lambda slot: self._groups(rules), draft_rules, masks, asked)
 
-    def _masks(self, plan: Plan) -> Masks | None:
-        """None: no row follows a grammar."""
+    def _masks(self, plan: Plan, of_rows: MasksOfRows) -> Masks | None:
+        """None: no row that chooses follows a grammar."""
         lines, bits, end = array("q"), [], 0
-        for row in plan.rows:
+        for n, row in enumerate(plan.rows):
             start, end = end, end + (1 + row.num_drafts) * row.chooses
-            if row.chooses and row.guide is not None:
-                lines.extend(range(start, end))
-                bits += row.guide.masks[: end - start]
+            lines.extend(range(start, end) if n in of_rows else ())
+            bits += of_rows.get(n, ())
         if not lines:
             return None
         return Masks(*upload(self._ledger.device, np.array(lines), np.stack(bits).view(np.int32)))

@@ -43,7 +43,7 @@ class StepOutput(NamedTuple):
             outcome.num_judged[n], outcome.num_drafts[n] = own[width + JUDGED], own[width + PROPOSED]
             if broken:
                 outcome.broken.add(n)
-            if row.guide is not None:
+            if row.request.guide is not None:
                 outcome.drafts[n] = own[width + ANSWERS :]
         for n, parts in self.logprobs.items():
             kept = outcome.token_ids[n]

@@ -43,7 +43,7 @@ class Ready(NamedTuple):
 
 def masks_of(rows: Sequence[Row]) -> MasksOfRows:
     """By place in the plan."""
-    guided = [(n, row, row.guide) for n, row in enumerate(rows) if row.guide is not None]
+    guided = [(n, row, row.request.guide) for n, row in enumerate(rows) if row.request.guide is not None]
     return {n: guide.masks[: 1 + row.num_drafts] if row.chooses else [] for n, row, guide in guided}
 
 
@@ -61,11 +61,13 @@ def pack(rows: Sequence[Row], has_head: bool) -> PackedPlan:
         tokens += row.num_tokens
         if row.chooses:
             lines += 1 + row.num_drafts
-            width = max(width, 1 + row.num_drafts)
+            if row.num_drafts >= width:
+                width = 1 + row.num_drafts
         if has_head and row.reads:
             pairs += row.num_tokens + row.owed
             drafting += room > 0
-        passes = max(passes, room)
+        if room > passes:
+            passes = room
     numbers.extend((tokens, lines, pairs, drafting, 0, 0, 0, 0, 0, 0))
     return PackedPlan(numbers, PlanSizes(len(rows), tokens, lines, pairs, drafting, width, passes))
 

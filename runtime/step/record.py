@@ -8,7 +8,7 @@ came when the slot was taken, and what a grammar allows.
 import pickle
 from collections.abc import Mapping
 from itertools import pairwise
-from typing import Any, Literal, NamedTuple, cast
+from typing import Literal, NamedTuple, cast
 
 import numpy as np
 
@@ -50,9 +50,8 @@ class StepRecord(NamedTuple):
         return Plan([self._row(n, *pair, rules) for n, pair in lines], self.openings)
 
     def _row(self, n: int, line: PlanFields, after: PlanFields, rules: Mapping[int, Rule]) -> Row:
-        guide = MaskedGuide(self.ready.masks[n]) if n in self.ready.masks else None
         return Row(
-            request=cast(Request, RowOwner(rules[line.slot], guide)),
+            request=cast(Request, RowOwner(rules[line.slot])),
             slot_id=line.slot,
             num_tokens=after.token - line.token,
             num_drafts=line.num_drafts,
@@ -83,14 +82,7 @@ def unpacked(data: bytes) -> StepRecord | Move:
     return pickle.loads(data)
 
 
-class MaskedGuide(NamedTuple):
-    """Of a grammar, what a step reads."""
-
-    masks: list[np.ndarray]
-
-
 class RowOwner(NamedTuple):
     """Of a request, what a step reads."""
 
     rule: Rule
-    guide: Any

@@ -71,7 +71,7 @@ class AllSteps:
     def launch_as(self, plan: Plan, ready: Ready, fitted: Fitted) -> Launched:
         """See launch."""
         if fitted is None:
-            return self.eager.launch(plan, ready.packed)
+            return self.eager.launch(plan, ready)
         if isinstance(fitted, Bucket):
             assert isinstance(self.whole, Captured)
             return self.whole.launch(plan, ready, fitted)

@@ -21,6 +21,7 @@ from hemiola.runtime.schedule.request import Bounds, new_request
 from hemiola.runtime.step.choice import Argmax, ByRules
 from hemiola.runtime.step.eager import EagerSteps
 from hemiola.runtime.step.ledger import Ledger
+from hemiola.runtime.step.pack import masks_of
 from hemiola.runtime.step.program import Batch
 
 GREEDY = SamplingParams(temperature=0.0)
@@ -58,7 +59,12 @@ def row_of(params: SamplingParams, slot: int = 1, guided: bool = False) -> Row:
 
 def choice_of(params: SamplingParams, guided: bool = False) -> object:
     """Of a step with one row."""
-    return steps()._choice(Plan([row_of(params, guided=guided)]))
+    return choice_for(steps(), [row_of(params, guided=guided)])
+
+
+def choice_for(eager: EagerSteps, rows: list[Row]) -> Any:
+    """Of a step with these rows."""
+    return eager._choice(Plan(rows), masks_of(rows))
 
 
 @pytest.mark.parametrize("seed", range(12))
@@ -111,7 +117,7 @@ def test_rows_that_ask_for_logprobs_do_not_pay_for_each_other_one_by_one(
     """Lines that follow each other are one call, and everybody gets what he asked for, bit for bit."""
     asked = [0, 3, None, 20, 1, 5, None]
     rows = [row_of(SamplingParams(logprobs=num), slot) for slot, num in enumerate(asked, 1)]
-    choice, calls = steps()._choice(Plan(rows)), []
+    choice, calls = choice_for(steps(), rows), []
     assert isinstance(choice, ByRules)
 
     def counted(scores: torch.Tensor, *given: Any) -> tuple[torch.Tensor, ...]:
@@ -145,7 +151,7 @@ def test_a_step_does_not_put_the_rules_of_the_step_before_together_again(
     scores = torch.randn(4, VOCAB, generator=torch.Generator().manual_seed(0))
 
     def tokens(rows: list[Row]) -> list[int]:
-        choice = eager._choice(Plan(rows))
+        choice = choice_for(eager, rows)
         assert isinstance(choice, ByRules)
         return choice.choose(scores[: len(rows)], batch_of(len(rows))).token_id.tolist()
 
@@ -162,7 +168,7 @@ def steps_alone(scores: torch.Tensor) -> Callable[[Row, int], int]:
     """The token of a row by itself, whose line is this one."""
 
     def token(row: Row, line: int) -> int:
-        choice = steps()._choice(Plan([row]))
+        choice = choice_for(steps(), [row])
         assert isinstance(choice, ByRules)
         batch = batch_of(4)
         one = batch._replace(
