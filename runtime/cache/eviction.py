@@ -225,9 +225,6 @@ class Evictor:
         self.leaves.remove(entry)
         self.tails.remove(entry)
 
-    def is_idle(self, entry: Entry) -> bool:
-        return entry in self.leaves or entry in self.tails
-
     def audit(self, entry: Entry, idle: bool) -> None:
         """An idle entry can be evicted, for what it saves; others cannot."""
         known = entry in self.leaves, entry in self.tails

@@ -1,8 +1,19 @@
 """A step: the order of the ops around the trunk. Executors differ only in how they run it.
 
-recorded.py writes it down as one call into compiled code (CPU), captured.py as a CUDA graph for each bucket,
-and eager.py runs it op by op, at any size and with any rules. So operands are tensors here, or views of a
-recording; sizes are numbers, or names of numbers.
+A decode step on a GPU, for example:
+1. The host packs the plan, one line for a row (plugins/step/plan.py), and copies it to the device together
+   with the entries of the page table that changed (captured.py, `launch`).
+2. It replays a CUDA graph: `Program.step`, captured when the engine was opened, for the smallest bucket of
+   sizes (bucket.py) that holds the plan. `change` updates the page table. `fill` makes the trunk's inputs
+   from the plan and the ledger, which holds every slot's tokens and lengths. The trunk computes logits.
+   `choose` takes a token for each line of logits. `accept` compares the drafts with these tokens and moves
+   the lengths on. `look_up` or the drafting head proposes the drafts of the next step. `tell` writes what
+   the host will read.
+3. One copy brings `answers` back. The host reads them pipeline_depth steps later (output.py).
+
+captured.py runs steps so. recorded.py writes the same program down as one call into compiled code (CPU), and
+eager.py runs it op by op, at any size and with any rules. So an operand is a tensor here, or a view of a
+recording, and a size is a number, or a name for a number that each call brings.
 """
 
 from collections.abc import Callable
@@ -79,11 +90,12 @@ class Feed(NamedTuple):
     plan: Operand  # [N + 1, 10] (plugins/step/plan.py)
     changes: Operand | None  # [E, 2] of the page table
     marks: Operand  # [MARKS]
-    answers: Operand  # [N, width + 4 + told_drafts]
-    tokens: Any
-    lines: Any
-    pairs: Any  # 0: the head reads nothing
-    drafting: Any
+    answers: Operand  # [N, width + 4 + told_drafts]: tokens, four numbers (plugins/step/plan.py), drafts
+    # sizes, padding included
+    tokens: Any  # T
+    lines: Any  # L, of logits
+    pairs: Any  # tokens that the head reads, each with the hidden state before it; 0: it reads nothing
+    drafting: Any  # D, rows that the head drafts for
     width: Any  # most lines of a row
     passes: int  # drafts that a row gets at most
     told_drafts: int  # ids of drafts in the answers
@@ -99,11 +111,11 @@ class Drafting(NamedTuple):
 
 
 class ProgramParts(NamedTuple):
-    """The engine's programs, and how places 0, 1, ... are named."""
+    """The engine's programs."""
 
     trunk: Callable[[Batch], Computed]
     head: Callable[[Pairs], Computed] | None
-    places: Callable[[Any], Operand]  # [D] int32: 0, 1, ...
+    places: Callable[[Any], Operand]  # of a size D: [D] int32, 0, 1, ...
 
 
 class Program:
@@ -114,9 +126,9 @@ class Program:
         self._table, *self._ledger, self._ring = state
 
     def step(self, feed: Feed, forward: "Callable[..., Forward] | None" = None) -> None:
-        """All of it. Answers, times and the ledger are written; nothing is returned.
+        """All of it. It writes answers, times and the ledger, and returns nothing.
 
-        forward: runs in place of this program's own.
+        forward: runs in place of this program's own (prompts.py).
         """
         drafting = self.begin(feed, forward)
         if drafting is not None:
@@ -125,12 +137,12 @@ class Program:
         self.end(feed)
 
     def forward(self, plan: Operand, tokens: Any, lines: Any) -> Forward:
-        """The trunk, and what it reads."""
+        """The trunk's inputs and its results."""
         batch = Batch._make(self._ops.fill(plan, self._table, *self._ledger, tokens, lines))
         return Forward(batch, self._parts.trunk(batch))
 
     def begin(self, feed: Feed, forward: "Callable[..., Forward] | None" = None) -> Drafting | None:
-        """Up to the first draft."""
+        """Everything up to the first draft."""
         ops, chunk_len = self._ops, self._config.chunk_len
         ops.mark(feed.marks, 0)
         if feed.changes is not None:
@@ -149,7 +161,10 @@ class Program:
         return None
 
     def _draft_first(self, feed: Feed, batch: Batch, hidden: Operand) -> Drafting | None:
-        """The head reads the step's pairs; behind the last of a row stands its first draft."""
+        """The head reads the step's pairs. Its output for the last pair of a row is the row's first draft.
+
+        `keep` saves hidden states for later steps. It comes behind `first_pairs`, which reads what it overwrites.
+        """
         kept = batch.rows, self._ledger[0], hidden, self._ring
         if isinstance(feed.pairs, int) and feed.pairs == 0:
             self._ops.keep(*kept)
@@ -161,7 +176,7 @@ class Program:
         return self._draft(feed, Pairs(token_ids, before, positions, rows, batch.page_table, wanted), slot, 0)
 
     def draft_again(self, feed: Feed, drafting: Drafting, number: int) -> Drafting:
-        """The head reads draft number - 1 of each row, and the hidden state that it came from."""
+        """The head reads draft number - 1 of each row and the hidden state that it came from."""
         rows, token_ids, positions = self._ops.next_pairs(feed.plan, *self._ledger, number, feed.drafting)
         page_table, slot, hidden = drafting
         wanted = self._parts.places(feed.drafting)
