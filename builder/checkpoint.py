@@ -220,9 +220,11 @@ class Files:
             way_out = "the checkpoint is incomplete, download it again"
             raise Refused("missing", name, message=f"{self.path} has no tensor {name}", way_out=way_out)
         stored = self._shards[self._files[name]].stored(name)
-        found, dtype = stored.shape, stored.dtype
-        if found != shape and (shape or found != (1,)):  # one number may be a list of one
-            message = f"{stored.where}: {name} has shape {list(found)}, config.json asks for {list(shape)}"
+        stored_shape, dtype = stored.shape, stored.dtype
+        if stored_shape != shape and (shape or stored_shape != (1,)):  # one number may be a list of one
+            message = (
+                f"{stored.where}: {name} has shape {list(stored_shape)}, config.json asks for {list(shape)}"
+            )
             raise Refused("conflict", name, message=message, way_out="correct one of them")
         if dtype not in DTYPES:
             message = (
@@ -231,17 +233,17 @@ class Files:
             )
             raise Refused("unsupported", name, message=message, way_out="use another checkpoint")
         self._used.add(name)
-        return Lazy(found, DTYPES[dtype], stored.finite)
+        return Lazy(stored_shape, DTYPES[dtype], stored.finite)
 
     def matrix(self, name: str, *shape: int) -> Lazy:
         module = self._module(name, shape)
-        found = formats.find(module, self._declared) if module.tensors else None
-        if found is None:
+        group = formats.find(module, self._declared) if module.tensors else None
+        if group is None:
             return self.tensor(name, *shape)
         self._used.update(stored.name for stored in module.tensors.values())
         if self._narrow_inputs:
-            found = in_e4m3(module, self._declared, found)
-        return Lazy.quantised(shape, found)
+            group = in_e4m3(module, self._declared, group)
+        return Lazy.quantised(shape, group)
 
     def _module(self, name: str, shape: tuple[int, ...]) -> Module:
         """What there is of a weight: X.weight and what stands beside it. Stacked experts have no such end."""

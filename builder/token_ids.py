@@ -20,5 +20,5 @@ def refuse_unknown_ids(configs: Iterable[Config], vocab_size: int) -> None:
 def _ids(config: Config) -> Iterator[tuple[str, int]]:
     for key in KEYS:
         if key in config:
-            found = config.read(key, int | list[int])  # type: ignore[arg-type]
-            yield from ((key, token_id) for token_id in (found if isinstance(found, list) else [found]))
+            ids = config.read(key, int | list[int])  # type: ignore[arg-type]
+            yield from ((key, token_id) for token_id in (ids if isinstance(ids, list) else [ids]))

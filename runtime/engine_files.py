@@ -51,6 +51,6 @@ def _check_strays(engine_dir: Path, sha256: Mapping[str, str], manifest: str) ->
 
 def strays(engine_dir: Path, own: Iterable[str]) -> list[str]:
     """What is in an engine's directory and not its own: files, links, pipes."""
-    found = (path for path in engine_dir.rglob("*") if path.is_symlink() or not path.is_dir())
-    files = {str(path.relative_to(engine_dir)) for path in found}
+    paths = (path for path in engine_dir.rglob("*") if path.is_symlink() or not path.is_dir())
+    files = {str(path.relative_to(engine_dir)) for path in paths}
     return sorted(files - set(own))

@@ -47,13 +47,13 @@ def install(extra: str) -> str:
 def _origin() -> str:
     """The wheel, folder or repository from which pip installed hemiola (PEP 610); "" where it did not say."""
     try:
-        found = json.loads(metadata.distribution("hemiola").read_text("direct_url.json") or "{}")
+        direct = json.loads(metadata.distribution("hemiola").read_text("direct_url.json") or "{}")
     except metadata.PackageNotFoundError:
-        found = {}
-    if "url" not in found:
+        direct = {}
+    if "url" not in direct:
         return ""
-    repository = found.get("vcs_info")
-    return f"{repository['vcs']}+{found['url']}@{repository['commit_id']}" if repository else found["url"]
+    repository = direct.get("vcs_info")
+    return f"{repository['vcs']}+{direct['url']}@{repository['commit_id']}" if repository else direct["url"]
 
 
 @contextmanager

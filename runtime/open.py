@@ -239,9 +239,9 @@ def open_text(engine_dir: Path, manifest: manifests.Manifest) -> Text | None:
 def clear_frames(error: BaseException, callers: BaseException | None) -> None:
     """Who keeps an error keeps its frames, and with them the tensors that these have. callers: what the
     caller handles meanwhile; its frames are not ours."""
-    found = [error]
-    for one in found:
+    errors = [error]
+    for one in errors:
         traceback.clear_frames(one.__traceback__)
         for other in (one.__cause__, one.__context__):
-            if other is not None and other is not callers and other not in found:
-                found.append(other)
+            if other is not None and other is not callers and other not in errors:
+                errors.append(other)

@@ -53,10 +53,10 @@ def _bits(module: Module) -> int:
 
 
 def _check_middle(zeros: Stored, points: torch.Tensor, middle: int) -> None:
-    found = points.unique().tolist()
-    if found not in ([middle], [middle - 1]):
+    zero_points = points.unique().tolist()
+    if zero_points not in ([middle], [middle - 1]):
         raise zeros.refused(
-            f"has zero points {found[:4]}, but config.json says sym = true; all would be {middle} or"
+            f"has zero points {zero_points[:4]}, but config.json says sym = true; all would be {middle} or"
             f" {middle - 1}",
             "correct one of them",
             "conflict",

@@ -124,5 +124,5 @@ def _check_types(checkpoint: Checkpoint, architecture: str) -> None:
 
 def _nearest(name: str, known: Iterable[str]) -> str:
     """Behind a name that is not known."""
-    found = get_close_matches(name, list(known), 1, 0.5)
-    return f", the nearest that is: {found[0]}" if found else ""
+    close = get_close_matches(name, list(known), 1, 0.5)
+    return f", the nearest that is: {close[0]}" if close else ""

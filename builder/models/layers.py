@@ -332,21 +332,21 @@ def expert_tensors(
     """One tensor per expert on disk, [E, parts * out, width] here, whole."""
 
     matrix, experts = kit.checkpoint.matrix, range(num_experts)
-    found = [[matrix(f"{prefix}{e}.{part}_proj.weight", out, width) for part in parts] for e in experts]
-    kinds = {str(each.layout or "not quantised") for expert in found for each in expert}
+    matrices = [[matrix(f"{prefix}{e}.{part}_proj.weight", out, width) for part in parts] for e in experts]
+    kinds = {str(each.layout or "not quantised") for expert in matrices for each in expert}
     if len(kinds) > 1:
         message = (
             f"{kit.checkpoint.path}: the experts of {prefix} are {' and '.join(sorted(kinds))}; those of a"
             " layer must be alike"
         )
         raise Refused("unsupported", message=message, way_out="use another checkpoint")
-    for e, expert in enumerate(found):
+    for e, expert in enumerate(matrices):
         if len({each.kind for each in expert}) > 1:
             message = (
                 f"{kit.checkpoint.path}: {' and '.join(parts)} of {prefix}{e} have inputs of unlike scales"
             )
             raise Refused("unsupported", message=message, way_out="leave --act-dtype out")
-    return stacked(join(expert) for expert in found)
+    return stacked(join(expert) for expert in matrices)
 
 
 class Pages(nn.Module):

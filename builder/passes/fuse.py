@@ -59,13 +59,13 @@ def fuse(graph: Graph, weights: dict[str, Lazy], device: str) -> dict[str, Lazy]
 
 def ordered(graph: Graph, weights: dict[str, Lazy]) -> dict[str, Lazy]:
     """Any rank's weights in the order that fused calls read."""
-    found = weights.copy()
+    in_order = weights.copy()
     names = dict(zip(graph.placeholders(), graph.weights, strict=False))
     for node in graph.program.graph.nodes:
         if node.target is OPS["linear_swiglu"].torch_op:
             name = names[node.args[1]]
-            found[name] = found[name].take(by_eights)
-    return found
+            in_order[name] = in_order[name].take(by_eights)
+    return in_order
 
 
 def _joined(program: Calls, node: Node, device: str) -> bool:
@@ -73,15 +73,15 @@ def _joined(program: Calls, node: Node, device: str) -> bool:
     if device != "cuda" or node.target is not aten.add.Tensor or node.kwargs:
         return False
     pairs: Any = (node.args[::-1], node.args)
-    for found, other in pairs:
-        is_sum = isinstance(found, Node) and found.target is OPS["sum"].torch_op and len(found.args) == 2
-        if is_sum and isinstance(other, Node) and len(found.users) == 1 and _is_like(found, other):
+    for total, other in pairs:
+        is_sum = isinstance(total, Node) and total.target is OPS["sum"].torch_op and len(total.args) == 2
+        if is_sum and isinstance(other, Node) and len(total.users) == 1 and _is_like(total, other):
             with program.inserting_before(node):
-                joined = program.call_function(OPS["sum"].torch_op, (*found.args, other))
+                joined = program.call_function(OPS["sum"].torch_op, (*total.args, other))
             joined.meta = node.meta.copy()
             node.replace_all_uses_with(joined)
             program.erase_node(node)
-            program.erase_node(found)
+            program.erase_node(total)
             return True
     return False
 

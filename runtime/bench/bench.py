@@ -176,17 +176,17 @@ class _Bench:
     def statements(self, findings: Sequence[Finding]) -> list[Statement]:
         """What can be said of the tokens."""
         runs = [finding.measured.results for finding in findings]
-        found = []
+        lines = []
         if len(runs) > 1:
             same = equality.across(runs)
-            found.append(_statement(f"across {len(runs)} variants", same, findings))
+            lines.append(_statement(f"across {len(runs)} variants", same, findings))
         if self.job.check:
             answers = self._plain_answers(runs)
             for finding in findings:
                 same = equality.with_plain(finding.measured.results, answers)
                 name = f"to the plain run ({finding.variant.name})" if len(runs) > 1 else "to the plain run"
-                found.append(_statement(name, same, [finding]))
-        return found
+                lines.append(_statement(name, same, [finding]))
+        return lines
 
     def _plain_answers(self, runs: Sequence[Sequence[BenchResult]]) -> dict[equality.Asked, list[int]]:
         options = equality.plain_options(self.job.engine_options)

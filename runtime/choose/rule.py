@@ -124,14 +124,14 @@ class Forbidden:
         self._lens = sorted(set(map(len, lasts)))
 
     def __call__(self, output: Sequence[int]) -> np.ndarray:
-        found = [self._stops] if len(output) < self._min_tokens else []
+        forbidden = [self._stops] if len(output) < self._min_tokens else []
         for length in self._lens:  # together no more tokens than the words have
             if length > len(output):
                 break
             ids = self._lasts.get(tuple(output[len(output) - length :]))
             if ids is not None:
-                found.append(ids)
-        return np.concatenate(found) if found else NOTHING
+                forbidden.append(ids)
+        return np.concatenate(forbidden) if forbidden else NOTHING
 
 
 @dataclass(frozen=True, eq=False, slots=True)

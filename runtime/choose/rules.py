@@ -83,12 +83,12 @@ def sorts(rule: Rule) -> bool:
 
 def groups_of(rules: Sequence[Rule], device: torch.device) -> list[Group]:
     """Lines with these rules, those of a kind together."""
-    found: dict[int, list[int]] = {}
+    lines_of: dict[int, list[int]] = {}
     for line, rule in enumerate(rules):
         if rule.edits_logits or not rule.greedy:
-            found.setdefault(kinds_of(rule), []).append(line)
+            lines_of.setdefault(kinds_of(rule), []).append(line)
     groups = []
-    for kind, lines in found.items():
+    for kind, lines in lines_of.items():
         own = [rules[line] for line in lines]
         (at,) = upload(device, np.array(lines, np.int64))
         edits = edits_of(own, device) if kind & EDITED else None

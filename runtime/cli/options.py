@@ -86,11 +86,11 @@ def engine_and_rest(engine_dir: Path | None, *words: str | None) -> tuple[Path, 
 
 def only_engine(engine_dir: Path | None, engine: str | None) -> Path:
     """For commands that take no other argument."""
-    found, rest = engine_and_rest(engine_dir, engine)
+    folder, rest = engine_and_rest(engine_dir, engine)
     if rest:
-        message = f"--engine-dir {found} and {shown(rest[0])} were both given"
+        message = f"--engine-dir {folder} and {shown(rest[0])} were both given"
         raise Refused("conflict", "engine_dir", message=message, way_out="drop one")
-    return found
+    return folder
 
 
 def utf8(named: str, text: str) -> str:

@@ -57,10 +57,10 @@ def _stored(path: Path) -> dict[str, int]:
 
 def described(layout: str) -> str:
     """For people: the codes, and how many inputs of an output share a scale."""
-    found = Layout.parse(layout)
-    with_zeros = " with zero points" if "zeros" in found.others else ""
-    by = f", inputs {INPUTS[found.inputs]}" if found.inputs else ""
-    return f"{found.kind} by {found.span or 'output'}{with_zeros}{by}"
+    parsed = Layout.parse(layout)
+    with_zeros = " with zero points" if "zeros" in parsed.others else ""
+    by = f", inputs {INPUTS[parsed.inputs]}" if parsed.inputs else ""
+    return f"{parsed.kind} by {parsed.span or 'output'}{with_zeros}{by}"
 
 
 def _num_bytes(dtype: str, shape: list[int]) -> int:

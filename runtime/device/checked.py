@@ -378,14 +378,14 @@ def _route(node: Any) -> Node | None:
     return source if isinstance(source, Node) and source.target is OPS["route"].torch_op else None
 
 
-def _alike(declared: torch.Size, found: torch.Size) -> bool:
+def _alike(declared: torch.Size, shape: torch.Size) -> bool:
     """0 is a size that is free."""
-    return len(declared) == len(found) and all(a in (0, b) for a, b in zip(declared, found, strict=True))
+    return len(declared) == len(shape) and all(a in (0, b) for a, b in zip(declared, shape, strict=True))
 
 
-def _same(what: str, found: torch.Tensor, wanted: torch.Tensor) -> None:
-    if found.shape != wanted.shape or found.dtype != wanted.dtype:
-        raise ValueError(f"{what}, is {_told(found)}, the program wants {_told(wanted)}")
+def _same(what: str, given: torch.Tensor, wanted: torch.Tensor) -> None:
+    if given.shape != wanted.shape or given.dtype != wanted.dtype:
+        raise ValueError(f"{what}, is {_told(given)}, the program wants {_told(wanted)}")
 
 
 def _told(tensor: Any) -> str:

@@ -24,13 +24,13 @@ def find_device(engine_dir: Path, arch: str, num_ranks: int = 1) -> torch.device
     if not torch.cuda.is_available():
         message = f"{built}, but torch finds no CUDA device here{visible()}"
         raise Refused("not_found", message=message, way_out=f"{rebuilt_for('cpu')}")
-    found = torch.cuda.get_device_capability(0)
-    if found in needed:
+    capability_here = torch.cuda.get_device_capability(0)
+    if capability_here in needed:
         if num_ranks > 1:
             _check_peers(engine_dir, num_ranks)
         return torch.device("cuda", 0)
     name = torch.cuda.get_device_name(0)
-    message = f"{built}, but {name} has {_dotted(found)}"
+    message = f"{built}, but {name} has {_dotted(capability_here)}"
     raise Refused("unsupported", message=message, way_out=f"{rebuilt_for(arch_here())}")
 
 

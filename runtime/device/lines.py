@@ -15,12 +15,12 @@ class StateLines:
     """states: [num_pages or num_slots, *shape] each; those of no bytes are left out."""
 
     def __init__(self, states: Sequence[torch.Tensor]) -> None:
-        found = [state.view(len(state), -1).view(torch.uint8) for state in states if state.numel()]
-        self.width = sum(state.shape[1] for state in found)  # bytes of a line
+        views = [state.view(len(state), -1).view(torch.uint8) for state in states if state.numel()]
+        self.width = sum(state.shape[1] for state in views)  # bytes of a line
         self._bytes: list[tuple[slice, torch.Tensor]] = []  # where each stands in a line
         self._words: list[tuple[slice, torch.Tensor]] = []
         start = 0
-        for state in found:
+        for state in views:
             span = slice(start, start + state.shape[1])
             start = span.stop
             if self.width % WORD == span.start % WORD == span.stop % WORD == 0:
@@ -60,8 +60,8 @@ class StateLines:
 
     def _kinds(self, content: torch.Tensor) -> list[tuple[torch.Tensor, list[tuple[slice, torch.Tensor]]]]:
         """Lines of bytes as each kind of states has them."""
-        found = [(content, self._bytes)] if self._bytes else []
-        return [(content.view(torch.int64), self._words), *found] if self._words else found
+        by_bytes = [(content, self._bytes)] if self._bytes else []
+        return [(content.view(torch.int64), self._words), *by_bytes] if self._words else by_bytes
 
 
 def _copy(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:

@@ -95,13 +95,13 @@ def layouts_of(nodes: Sequence[Node], segment: Segment) -> dict[Node, dict[str, 
     """Of the quantised weights of each call of ours, by argument. Raises ValueError for what is no layout."""
     layouts = {name: Layout.parse(text) for name, text in segment.layouts.items()}
     weights = dict(zip(nodes, segment.weights, strict=False))
-    found = {}
+    by_node = {}
     for node in nodes:
         op = OURS.get(node.target)
         given = zip(op.args, node.args, strict=False) if op is not None else ()
         pairs = [(arg.name, layouts.get(weights.get(value, ""))) for arg, value in given if value in weights]
-        found[node] = {name: layout for name, layout in pairs if layout is not None}
-    return found
+        by_node[node] = {name: layout for name, layout in pairs if layout is not None}
+    return by_node
 
 
 def _text(path: Path) -> str:

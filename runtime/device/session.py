@@ -75,10 +75,10 @@ class Computed:
 
     def moved(self, there: "Computed") -> "Computed":
         """This, in the first of that memory."""
-        found = there.first(len(self._lines), len(self.hidden))
-        found._lines.copy_(self._lines)
-        found.hidden.copy_(self.hidden)
-        return found
+        copy = there.first(len(self._lines), len(self.hidden))
+        copy._lines.copy_(self._lines)
+        copy.hidden.copy_(self.hidden)
+        return copy
 
     def __iter__(self) -> Iterator[torch.Tensor]:
         return iter((self.logits, self.hidden))

@@ -56,11 +56,11 @@ def spans(shapes: Shapes) -> list[slice]:
 
 
 def _spans(sizes: Iterable[int]) -> list[slice]:
-    found, start = [], 0
+    slices, start = [], 0
     for num_bytes in sizes:
-        found.append(slice(start, start + num_bytes))
+        slices.append(slice(start, start + num_bytes))
         start += -(-num_bytes // ALIGNMENT) * ALIGNMENT
-    return found
+    return slices
 
 
 def upload_ints(device: torch.device, values: Sequence[int]) -> torch.Tensor:
@@ -74,10 +74,10 @@ def fetch(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         return [tensor.to("cpu") for tensor in tensors]
     where = _spans(tensor.nbytes for tensor in tensors)
     with PINNED.lend(where[-1].stop) as packed:
-        found = [packed[span].view(t.dtype).view(t.shape) for span, t in zip(where, tensors, strict=True)]
-        for here, tensor in zip(found, tensors, strict=True):
+        copies = [packed[span].view(t.dtype).view(t.shape) for span, t in zip(where, tensors, strict=True)]
+        for here, tensor in zip(copies, tensors, strict=True):
             here.copy_(tensor, non_blocking=True)
-    return found
+    return copies
 
 
 def fence(device: torch.device) -> Callable[[], None]:

@@ -65,23 +65,25 @@ class Carrier:
 
     def unpack(self, packed: bytes | bytearray | memoryview) -> int:
         """Let requests start from a packed prefix; returns its tokens. Raises Refused and changes nothing."""
-        found = read(self._form, packed)
+        content = read(self._form, packed)
 
         given: moves.Reserved | None = None
 
         def reserve(prefix: PrefixCache) -> None:
             nonlocal given
-            given = moves.reserve(prefix, prefix.chain(found.ids, found.cache_salt), found.edge, found.kind)
+            given = moves.reserve(
+                prefix, prefix.chain(content.ids, content.cache_salt), content.edge, content.kind
+            )
 
         end = moves.give_up
         try:
             self._visit(reserve)
             if given is None:
-                return found.edge
+                return content.edge
             given.wait()
             slot = self._slot() if given.state else None
             pages = dict(zip(given.pages, self._numbers(given.pages.values()), strict=True))
-            self._layout.unpack(found.payload, pages, slot)
+            self._layout.unpack(content.payload, pages, slot)
             if slot is not None:
                 for view, part in self._paired(given.state, slot):
                     view[:] = part
@@ -89,7 +91,7 @@ class Carrier:
         finally:
             if (one := given) is not None:
                 self._visit(lambda prefix: end(prefix, one))
-        return found.edge
+        return content.edge
 
     def _slot(self) -> np.ndarray:
         return np.zeros((self._layout.num_ranks, self._layout.slot_bytes), np.uint8)

@@ -77,11 +77,11 @@ def _solved(matrix: list[list[float]], right: list[float]) -> list[float]:
             share = lines[j][i] / lines[i][i]
             for k in range(i, size + 1):
                 lines[j][k] -= share * lines[i][k]
-    found = [0.0] * size
+    solution = [0.0] * size
     for i in reversed(range(size)):
-        rest = sum(lines[i][j] * found[j] for j in range(i + 1, size))
-        found[i] = (lines[i][size] - rest) / lines[i][i]
-    return found
+        rest = sum(lines[i][j] * solution[j] for j in range(i + 1, size))
+        solution[i] = (lines[i][size] - rest) / lines[i][i]
+    return solution
 
 
 class Pace:

@@ -79,8 +79,8 @@ class Server:
             name: {**(options or {}), **(settings_of or {}).get(name, {}), "engine_dir": str(path.resolve())}
             for name, path in self.engines.items()
         }
-        for found in self._settings.values():
-            settings.split(found)  # refused here, not by each model
+        for chosen in self._settings.values():
+            settings.split(chosen)  # refused here, not by each model
         self._models_file = models_file
         self._switches = Switches(self.engines, self.host, control_key, exit_timeout_s, log_verbose)
         self._hang_timeout_s = hang_timeout_s
@@ -131,12 +131,12 @@ class Server:
     def check(self) -> Triton:
         """Refuses what cannot start, before anything does."""
         manifests = {name: manifest.load(engine_dir) for name, engine_dir in self.engines.items()}
-        for name, found in self._settings.items():
+        for name, chosen in self._settings.items():
             file = self._models_file
             with within(name) if file is None else within(f"{file}: {name}", in_python):
-                check_sizes(found, manifests[name])
+                check_sizes(chosen, manifests[name])
                 own = manifests[name]
-                found["device"] = choose_gpu(self.engines[name], own.arch, found.get("device"), own.tp)
+                chosen["device"] = choose_gpu(self.engines[name], own.arch, chosen.get("device"), own.tp)
         share_memory(self._settings.values(), [manifests[name].tp for name in self._settings])
         self._triton = find_triton(self._tritonserver)
         self._environment = server_environment()
@@ -172,13 +172,13 @@ class Server:
             triton,
             {
                 name: {
-                    **found,
+                    **chosen,
                     "heartbeat_file": str(self._home.beats / name),
                     "progress_file": str(self._home.stages / name),
                     "num_restarts": self.num_restarts,
                     "door_key": self.door_key,
                 }
-                for name, found in self._settings.items()
+                for name, chosen in self._settings.items()
             },
         )
         command = command_line(triton, self._home, self.ports, self._switches)
@@ -292,9 +292,9 @@ class Server:
 
     def _trouble(self, silent_s: float) -> str:
         for path in self._beats():
-            found = heartbeat.trouble(path, self._hang_timeout_s)
-            if found:
-                return found
+            reason = heartbeat.trouble(path, self._hang_timeout_s)
+            if reason:
+                return reason
         if silent_s > self._hang_timeout_s:
             return f"tritonserver answers nobody for {silent_s:.0f} s (--hang-timeout)"
         return ""

@@ -122,7 +122,7 @@ class Log:
         lines = [line for line in self._lines if HARMLESS not in line and not re.match(REQUEST, line)]
         text = "".join(lines)
         model = r"failed to load '(.*?)' version 1: (?:Internal: TritonModelException: )?(.*?)(?:\\n|\"?\n)"
-        found = [": ".join(parts) for parts in re.findall(model, text)]
-        found = found or re.findall(r"^E\d{4} .*?\] (.*)", text, re.MULTILINE)
-        found = found or re.findall(r"^(?:[IW]\d{4} .*?\] )?(.+)", text, re.MULTILINE)
-        return found[-1] if found else "it said nothing"
+        reasons = [": ".join(parts) for parts in re.findall(model, text)]
+        reasons = reasons or re.findall(r"^E\d{4} .*?\] (.*)", text, re.MULTILINE)
+        reasons = reasons or re.findall(r"^(?:[IW]\d{4} .*?\] )?(.+)", text, re.MULTILINE)
+        return reasons[-1] if reasons else "it said nothing"

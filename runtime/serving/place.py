@@ -36,17 +36,17 @@ def choose_gpu(engine_dir: Path, arch: str, device: int | None, num_ranks: int =
             limit = f"but {engine_dir} was built for {arch}"
             raise Refused("conflict", "device", device, limit, "leave it out")
         return None
-    found, number = torch.cuda.device_count(), device or 0
-    if number + num_ranks <= found:
+    num_gpus, number = torch.cuda.device_count(), device or 0
+    if number + num_ranks <= num_gpus:
         return number
     last = number + num_ranks - 1
     where = f"GPU {number}" if num_ranks == 1 else f"GPUs {number} to {last} (--tp {num_ranks})"
     message = (
-        f"{engine_dir} was built for {arch} and is to run on {where}, but {found} GPUs are visible"
+        f"{engine_dir} was built for {arch} and is to run on {where}, but {num_gpus} GPUs are visible"
         f" here{visible()}"
     )
-    lower = "choose a lower device" if num_ranks <= found else "rebuild with a lower --tp"
-    way_out = f"{lower if found else rebuilt_for('cpu')}"
+    lower = "choose a lower device" if num_ranks <= num_gpus else "rebuild with a lower --tp"
+    way_out = f"{lower if num_gpus else rebuilt_for('cpu')}"
     raise Refused("not_found", "device", message=message, way_out=way_out)
 
 
@@ -54,12 +54,12 @@ def share_memory(models: Collection[dict[str, Any]], num_ranks: Sequence[int] = 
     """Engines open at the same time: each would take its part of what the others take meanwhile, too.
     num_ranks: of each engine, where some have several."""
     places = [
-        {None if found["device"] is None else found["device"] + n for n in range(num)}
-        for found, num in zip(models, num_ranks or [1] * len(models), strict=True)
+        {None if settings["device"] is None else settings["device"] + n for n in range(num)}
+        for settings, num in zip(models, num_ranks or [1] * len(models), strict=True)
     ]
     together = Counter(place for own in places for place in own)
-    for found, own in zip(models, places, strict=True):
-        found.setdefault("memory_fraction", FRACTION / max(together[place] for place in own))
+    for settings, own in zip(models, places, strict=True):
+        settings.setdefault("memory_fraction", FRACTION / max(together[place] for place in own))
 
 
 def group_of(device: object) -> str:

@@ -65,9 +65,9 @@ def logprob_tensors(stream: Stream, logprobs: list[list[Logprob]], over: bool) -
     return out
 
 
-def write_prompt_logprobs(found: PromptLogprobs) -> str:
+def write_prompt_logprobs(logprobs: PromptLogprobs) -> str:
     """A JSON list with a line for each token: of a long prompt no thread holds the others up for all."""
-    return f"[{LINE.join(json.dumps(entry and entry._asdict()) for entry in found)}]"
+    return f"[{LINE.join(json.dumps(entry and entry._asdict()) for entry in logprobs)}]"
 
 
 def as_json(logprobs: list[Logprob]) -> str:

@@ -62,9 +62,9 @@ class EagerSteps:
         )
         self.run(plan, feed)
         logprobs = choice.logprobs if isinstance(choice, ByRules) else {}
-        found = {row: tuple(fetch(parts)) for row, parts in logprobs.items()}
+        of_rows = {row: tuple(fetch(parts)) for row, parts in logprobs.items()}
         of_prompts = tuple(fetch(scoring.logprobs)) if scoring is not None else ()
-        return StepOutput(plan, fetch([told])[0], sizes.width, told_drafts, found, of_prompts)
+        return StepOutput(plan, fetch([told])[0], sizes.width, told_drafts, of_rows, of_prompts)
 
     def run(self, plan: Plan, feed: Feed) -> None:
         """The step itself."""

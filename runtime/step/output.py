@@ -64,13 +64,13 @@ class StepOutput(NamedTuple):
 
 def _read_logprobs(
     outcome: Outcome,
-    found: dict[int, list[Logprob]],
+    by_row: dict[int, list[Logprob]],
     n: int,
     token_ids: list[int],
     parts: Sequence[torch.Tensor],
 ) -> None:
     """What fails here costs the row its request, and no other."""
     try:
-        found[n] = to_logprobs(token_ids, *parts)
+        by_row[n] = to_logprobs(token_ids, *parts)
     except Exception as error:
         outcome.faults[n] = f"logprobs: {type(error).__name__}: {error}"

@@ -163,7 +163,7 @@ class Program:
     def _draft_first(self, feed: Feed, batch: Batch, hidden: Operand) -> Drafting | None:
         """The head reads the step's pairs. Its output for the last pair of a row is the row's first draft.
 
-        `keep` saves hidden states for later steps. It comes behind `first_pairs`, which reads what it overwrites.
+        `keep` saves hidden states for later steps, behind `first_pairs`, which reads what it overwrites.
         """
         kept = batch.rows, self._ledger[0], hidden, self._ring
         if isinstance(feed.pairs, int) and feed.pairs == 0:
