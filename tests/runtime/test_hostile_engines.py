@@ -359,6 +359,19 @@ def test_bytes_that_change_are_noticed(stranger: Stranger, dice: random.Random, 
 def test_files_that_change_and_are_signed_anew_are_refused_or_answer(
     stranger: Stranger, dice: random.Random, name: str
 ) -> None:
+    answers_or_is_refused(stranger, dice, name)
+
+
+@given(dice=st.randoms(use_true_random=False), name=st.sampled_from((*NAMES[:3], "draft.jsonl")))
+@settings(FUZZ, max_examples=max(settings().max_examples // 2, 1))
+def test_files_of_quantised_weights_that_change_and_are_signed_anew_are_refused_or_answer(
+    quantised: Stranger, dice: random.Random, name: str
+) -> None:
+    answers_or_is_refused(quantised, dice, name)
+
+
+def answers_or_is_refused(stranger: Stranger, dice: random.Random, name: str) -> None:
+    """Whatever a file of its engine has become, signed anew."""
     stranger.reset()
     change = flipped if dice.random() < 0.3 else mutated
     stranger.change(name, lambda data: change(data, dice))
@@ -405,14 +418,3 @@ def scrambled(content: Any, dice: random.Random) -> Any:
         except (KeyError, IndexError, TypeError):
             continue  # an earlier change took this place away
     return content
-
-
-@given(dice=st.randoms(use_true_random=False), name=st.sampled_from((*NAMES[:3], "draft.jsonl")))
-@settings(FUZZ, max_examples=max(settings().max_examples // 2, 1))
-def test_files_of_quantised_weights_that_change_and_are_signed_anew_are_refused_or_answer(
-    quantised: Stranger, dice: random.Random, name: str
-) -> None:
-    quantised.reset()
-    change = flipped if dice.random() < 0.3 else mutated
-    quantised.change(name, lambda data: change(data, dice))
-    quantised.outcome()
