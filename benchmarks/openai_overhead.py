@@ -31,7 +31,7 @@ from kit.scripted_triton import ScriptedTriton, script
 from hemiola.runtime.api import SamplingParams
 from hemiola.runtime.serving.openai.front import Front
 from hemiola.runtime.serving.openai.model import ServedModel
-from hemiola.runtime.serving.wire import Found, Wire
+from hemiola.runtime.serving.wire import Pieces, Wire
 from hemiola.runtime.text import Text
 
 STEP_S, PER_STREAM = 0.005, 3
@@ -80,10 +80,10 @@ def cpu_s(pid: int) -> float:
 async def ask_grpc(wire: Wire, encoder: Text, num_tokens: int) -> tuple[float, str]:
     start, first, text = time.perf_counter(), 0.0, ""
 
-    async def take(found: Found) -> None:
+    async def take(pieces: Pieces) -> None:
         nonlocal first, text
         first = first or time.perf_counter()
-        text += "".join(piece.text for _, piece in found)
+        text += "".join(piece.text for _, piece in pieces)
 
     ids = encoder.encode(encoder.chat(MESSAGES))
     await wire.ask(wire.pack("tiny", [(ids, SamplingParams(max_tokens=num_tokens))])).each(take)

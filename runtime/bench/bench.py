@@ -188,7 +188,7 @@ class _Bench:
                 lines.append(_statement(name, same, [finding]))
         return lines
 
-    def _plain_answers(self, runs: Sequence[Sequence[BenchResult]]) -> dict[equality.Asked, list[int]]:
+    def _plain_answers(self, runs: Sequence[Sequence[BenchResult]]) -> dict[equality.Question, list[int]]:
         options = equality.plain_options(self.job.engine_options)
         with (
             LLM(self.job.engine_dir, progress=True, **options) as llm,

@@ -9,7 +9,7 @@ from hemiola.runtime.bench.measure import BenchResult
 # Sizes that decide what an engine can answer at all; everything else is left as it is by default.
 KEPT = ("max_len", "memory_fraction")
 PLAIN: dict[str, object] = {"drafts": "none", "prefix_cache": False, "max_rows": 1}
-Asked = tuple[tuple[int, ...], int]  # prompt, max_tokens
+Question = tuple[tuple[int, ...], int]  # prompt, max_tokens
 
 
 class Plain(Protocol):
@@ -35,9 +35,9 @@ def plain_options(options: Mapping[str, object]) -> dict[str, object]:
 
 def plain_run(
     engine: Plain, runs: Sequence[Sequence[BenchResult]], on_answer: Callable[[], None] = lambda: None
-) -> dict[Asked, list[int]]:
+) -> dict[Question, list[int]]:
     """Everything that was answered, asked again one by one."""
-    answers: dict[Asked, list[int]] = {}
+    answers: dict[Question, list[int]] = {}
     for result in distinct(runs):
         [output] = engine.generate([result.prompt_ids], result.params)
         answers[_asked(result)] = output.token_ids
@@ -50,7 +50,7 @@ def distinct(runs: Sequence[Sequence[BenchResult]]) -> list[BenchResult]:
     return list({_asked(result): result for run in runs for result in run if result.completed}.values())
 
 
-def with_plain(run: Sequence[BenchResult], answers: Mapping[Asked, list[int]]) -> Equality:
+def with_plain(run: Sequence[BenchResult], answers: Mapping[Question, list[int]]) -> Equality:
     done = [result for result in run if result.completed]
     return _compare(
         [(result.origin, result.token_ids, answers[_asked(result)]) for result in done], "the plain run"
@@ -84,7 +84,7 @@ def _describe(origin: str, left: list[int], right: list[int], other: str) -> str
     return f"{origin}: {mine} at position {at}, {other} has {theirs}"
 
 
-def _asked(result: BenchResult) -> Asked:
+def _asked(result: BenchResult) -> Question:
     return tuple(result.prompt_ids), result.params.max_tokens
 
 

@@ -27,8 +27,8 @@ class Observer(Protocol):
         ...
 
 
-class Heard:
-    """An observer that costs nobody else anything: once it has raised, it is told nothing more."""
+class SafeObserver:
+    """An observer that costs nobody else anything: once it has raised, it is not called again."""
 
     def __init__(self, observer: Observer) -> None:
         self._observer: Observer | None = observer
@@ -45,7 +45,7 @@ class Heard:
         try:
             hear(path)
         except BaseException:  # sys.exit(), too
-            log.exception("an observer raised; it hears of the cache no more")
+            log.exception("an observer raised; it is not called again")
             self._observer = None
 
 

@@ -14,7 +14,7 @@ from typing import Protocol, TypeVar
 import torch
 
 from hemiola.runtime.api import Counters, Load, OnPiece
-from hemiola.runtime.cache.depth import Depth, Heard, Observer
+from hemiola.runtime.cache.depth import Depth, Observer, SafeObserver
 from hemiola.runtime.cache.prefix import PrefixCache
 from hemiola.runtime.choose.grammar import Stuck
 from hemiola.runtime.config import Resolved
@@ -213,7 +213,7 @@ class Loop:
 
     def watch(self, observer: Observer) -> None:
         """Before the next step it is told where requests can start; then, each time when that changes."""
-        depth = Depth(Heard(observer))
+        depth = Depth(SafeObserver(observer))
         self._inbox.put(Look(lambda prefix: prefix.watch(depth), Future()))
 
     def visit(self, act: Callable[[PrefixCache], T]) -> T:

@@ -19,9 +19,9 @@ from hemiola.runtime.serving.packing import CANCEL_TIMEOUT_S, Message, pack, pb2
 READY_TIMEOUT_S = 2.0
 EOF: Any = getattr(aio, "EOF")  # noqa: B009  # missing in its types
 
-Found = list[tuple[int, Piece]]  # pieces, each with the number of its exchange
+Pieces = list[tuple[int, Piece]]  # pieces, each with the number of its exchange
 Take = Callable[[int, Received], Awaitable[None]]  # the number of the exchange, and what came of it
-Listener = Callable[[Found], Awaitable[None]]
+Listener = Callable[[Pieces], Awaitable[None]]
 
 
 class Wire:
@@ -165,7 +165,7 @@ class Answers:
     def __init__(self, num_open: int) -> None:
         self.exchanges: list[AsyncExchange] = []
         self._num_open = num_open
-        self._early: Found = []  # from before anybody listened
+        self._early: Pieces = []  # from before anybody listened
         self._listener: Listener | None = None
         self._error: Exception | None = None
         self._begun, self._over = asyncio.Event(), asyncio.Event()
@@ -200,10 +200,10 @@ class Answers:
             except Exception as error:  # the listener's: the exchange itself goes on
                 self._end(error)
 
-    async def _hear(self, found: Found) -> None:
+    async def _hear(self, pieces: Pieces) -> None:
         assert self._listener is not None
-        await self._listener(found)
-        self._num_open -= sum(piece.finish_reason is not None for _, piece in found)
+        await self._listener(pieces)
+        self._num_open -= sum(piece.finish_reason is not None for _, piece in pieces)
         if not self._num_open:
             self._end()
 

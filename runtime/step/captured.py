@@ -29,7 +29,7 @@ from hemiola.runtime.step.bucket import (
     send,
     shapes_of,
 )
-from hemiola.runtime.step.choice import Argmax, ByRules, Masks
+from hemiola.runtime.step.choice import Argmax, ByRules, LogprobLines, Masks
 from hemiola.runtime.step.output import StepOutput
 from hemiola.runtime.step.pack import Ready
 from hemiola.runtime.step.parts import EngineParts, program_of
@@ -151,7 +151,7 @@ class Captured:
         if bucket.rules != ANY:
             return ByRules(self._ops, *of_ledger, group, group)
         masks = Masks(None, sent.bits[sent.mask])
-        return ByRules(self._ops, *of_ledger, group, group, masks, [(0, slice(None), MOST_TOP)])
+        return ByRules(self._ops, *of_ledger, group, group, masks, [LogprobLines(0, slice(None), MOST_TOP)])
 
     def _output(self, plan: Plan, bucket: Bucket, result: CapturedResult) -> StepOutput:
         """On its way to the host."""

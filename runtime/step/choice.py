@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -14,7 +14,14 @@ from hemiola.runtime.device.session import Computed
 from hemiola.runtime.step.program import Batch
 
 Rules = Sequence[Rule] | Sequence[Group]
-Asked = tuple[int, slice, int]  # a row, its lines, and of how many tokens it reports logprobs
+
+
+class LogprobLines(NamedTuple):
+    """A row that reports logprobs."""
+
+    row: int
+    lines: slice
+    num_top: int  # best tokens that it reports, beside the chosen one
 
 
 class Argmax:
@@ -49,7 +56,7 @@ class ByRules:
         rules: Callable[[torch.Tensor], Rules],  # of the lines of these slots [L]
         draft_rules: Callable[[torch.Tensor, int], Rules],  # of the lines that draft for these slots [D]
         masks: "Masks | None" = None,
-        asked: Sequence[Asked] = (),  # rows that report logprobs
+        asked: Sequence[LogprobLines] = (),  # rows that report logprobs
     ) -> None:
         self._ops, self._argmax, self._lengths, self._ids = ops, Argmax(ops), lengths, ids
         self._vocab_size = vocab_size
@@ -72,11 +79,11 @@ class ByRules:
             self._report(asked, scores, best.token_id)
         return best
 
-    def _report(self, asked: Sequence[Asked], scores: torch.Tensor, token_ids: torch.Tensor) -> None:
+    def _report(self, asked: Sequence[LogprobLines], scores: torch.Tensor, token_ids: torch.Tensor) -> None:
         """Logprobs of rows whose lines follow each other, in one go."""
-        first = asked[0][1].start
-        whole = slice(first, asked[-1][1].stop)
-        most = max(num_top for _, _, num_top in asked)
+        first = asked[0].lines.start
+        whole = slice(first, asked[-1].lines.stop)
+        most = max(each.num_top for each in asked)
         made = logprobs(scores[whole], token_ids[whole], most, self._ops)
         for row, lines, num_top in asked:
             own = lines if first is None else slice(lines.start - first, lines.stop - first)
@@ -91,11 +98,11 @@ class ByRules:
         return choose(logits, rules, slot, position, self._ids, self._ops)
 
 
-def _runs(asked: Sequence[Asked]) -> list[list[Asked]]:
+def _runs(asked: Sequence[LogprobLines]) -> list[list[LogprobLines]]:
     """Those whose lines follow each other, together."""
-    runs: list[list[Asked]] = []
+    runs: list[list[LogprobLines]] = []
     for each in asked:
-        if runs and runs[-1][-1][1].stop == each[1].start:
+        if runs and runs[-1][-1].lines.stop == each.lines.start:
             runs[-1].append(each)
         else:
             runs.append([each])

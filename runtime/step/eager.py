@@ -12,7 +12,7 @@ from hemiola.runtime.choose.sampling import takes_more_than_best
 from hemiola.runtime.device.session import Drafter, Trunk
 from hemiola.runtime.device.transfer import fetch, upload
 from hemiola.runtime.schedule.plan import Plan
-from hemiola.runtime.step.choice import Argmax, Asked, ByRules, Masks
+from hemiola.runtime.step.choice import Argmax, ByRules, LogprobLines, Masks
 from hemiola.runtime.step.output import StepOutput
 from hemiola.runtime.step.pack import MasksOfRows, Ready
 from hemiola.runtime.step.parts import EngineParts, program_of
@@ -76,13 +76,13 @@ class EagerSteps:
     def _choice(self, plan: Plan, masks_of_rows: MasksOfRows) -> Chooser:
         """By the rules of the plan's rows."""
         rules: list[Rule] = []  # of each line
-        asked: list[Asked] = []
+        asked: list[LogprobLines] = []
         for n, row in enumerate(plan.rows):
             if row.chooses:
                 rule, first = row.rule, len(rules)
                 rules += [rule] * (1 + row.num_drafts)
                 if rule.params.logprobs is not None:
-                    asked.append((n, slice(first, len(rules)), rule.params.logprobs))
+                    asked.append(LogprobLines(n, slice(first, len(rules)), rule.params.logprobs))
         masks = self._masks(plan, masks_of_rows) if masks_of_rows else None
         if not (asked or masks or takes_more_than_best(rules)):
             return Argmax(self._ops)

@@ -17,7 +17,7 @@ from hemiola.runtime.choose.rule import Rule
 from hemiola.runtime.schedule.plan import Opening, Plan, Row, Scored
 from hemiola.runtime.schedule.request import Request
 from hemiola.runtime.step.pack import Ready
-from hemiola.runtime.step.steps import Fitted
+from hemiola.runtime.step.steps import Execution
 
 SLOT = COLUMNS.index("slot")
 
@@ -28,7 +28,7 @@ class StepRecord(NamedTuple):
     number: int
     openings: list[Opening]
     ready: Ready
-    fitted: Fitted
+    fitted: Execution
     changes: np.ndarray  # [E, 2] int64, entries of the page table
     scored: dict[int, Scored]  # by row, of those whose prompts are scored
     has_head: bool

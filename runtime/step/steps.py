@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from hemiola.runtime.step.recorded import Record, Recorded  # numba is not needed elsewhere
 
 
-Fitted = Bucket | Literal[True] | None  # of which sizes; whole, of any size; op by op
+Execution = Bucket | Literal[True] | None  # a bucket's graph; one call for all of it; op by op
 
 
 class AllSteps:
@@ -64,11 +64,11 @@ class AllSteps:
         """All that executors take of it, but for rules and prompts that are scored."""
         return Ready(pack(plan.rows, self._has_head), masks_of(plan.rows))
 
-    def fit(self, plan: Plan) -> Fitted:
+    def fit(self, plan: Plan) -> Execution:
         """How the plan is run."""
         return (self.whole.fit(plan) or None) if self.whole is not None else None
 
-    def launch_as(self, plan: Plan, ready: Ready, fitted: Fitted) -> Launched:
+    def launch_as(self, plan: Plan, ready: Ready, fitted: Execution) -> Launched:
         """See launch."""
         if fitted is None:
             return self.eager.launch(plan, ready)
@@ -78,7 +78,7 @@ class AllSteps:
         assert self.whole is not None
         return self.whole.launch(plan, ready.packed)  # type: ignore[call-arg]
 
-    def repeat(self, ready: Ready, fitted: Fitted, plan: Callable[[], Plan]) -> None:
+    def repeat(self, ready: Ready, fitted: Execution, plan: Callable[[], Plan]) -> None:
         """The same on a rank that reads no output. plan: makes one, of rows that have no requests."""
         if isinstance(fitted, Bucket):
             assert isinstance(self.whole, Captured)

@@ -45,7 +45,7 @@ from hemiola.runtime.serving.wire import Wire
 log = logging.getLogger("hemiola.openai")
 METRICS_TIMEOUT_S = 5.0
 OPEN = {"/health", "/metrics", "/version"}  # need no key
-Asked = TypeVar("Asked", bound=ApiRequest)
+AnyRequest = TypeVar("AnyRequest", bound=ApiRequest)
 AskedText = TypeVar("AskedText", TokenizeRequest, DetokenizeRequest)
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -228,7 +228,7 @@ class App:
         return await self._generate(http, ResponsesRequest, response)
 
     async def _generate(
-        self, http: web.Request, kind: type[Asked], make: Callable[[ServedModel, Asked], Work]
+        self, http: web.Request, kind: type[AnyRequest], make: Callable[[ServedModel, AnyRequest], Work]
     ) -> web.StreamResponse:
         """The body, and all that was read from it, are let go of before the answer begins."""
         begun = time.perf_counter()
@@ -245,7 +245,11 @@ class App:
             return await self._answer(http, options, work, packed)
 
     def _prepare(
-        self, make: Callable[[ServedModel, Asked], Work], model: ServedModel, request: Asked, begun: float
+        self,
+        make: Callable[[ServedModel, AnyRequest], Work],
+        model: ServedModel,
+        request: AnyRequest,
+        begun: float,
     ) -> tuple[Work, list[Any]]:
         work = make(model, request)
         return work, self._wire.pack(model.name, work.asked, begun)
@@ -291,7 +295,7 @@ class App:
             self._num_open -= num_requests
 
 
-def parsed(kind: type[Asked], body: bytes) -> tuple[Asked, dict[str, str]]:
+def parsed(kind: type[AnyRequest], body: bytes) -> tuple[AnyRequest, dict[str, str]]:
     """A request, and its names of fields."""
     request = parse(kind, body)
     return request, request.names()

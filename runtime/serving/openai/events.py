@@ -15,7 +15,7 @@ from hemiola.runtime.serving.openai.reply import Json
 from hemiola.runtime.serving.openai.schema import StreamOptions
 from hemiola.runtime.serving.openai.work import Work
 from hemiola.runtime.serving.slow_reader import never_waits, writing
-from hemiola.runtime.serving.wire import Answers, Found
+from hemiola.runtime.serving.wire import Answers, Pieces
 
 log = logging.getLogger("hemiola.openai")
 
@@ -74,13 +74,13 @@ class Events:
         self._usage: dict[str, Any] = {"usage": None} if options.include_usage else {}
         self._last = ""
 
-    async def take(self, found: Found) -> None:
+    async def take(self, pieces: Pieces) -> None:
         async with self._turn:
             text = ""
-            for index, piece in found:
+            for index, piece in pieces:
                 self._work.reply.count(index, piece)
                 text += await self._readers.run(num_named(piece), partial(self._text, index, piece))
-            self._num_open -= sum(piece.finish_reason is not None for _, piece in found)
+            self._num_open -= sum(piece.finish_reason is not None for _, piece in pieces)
             if self._num_open:
                 await self.send(text)
             else:

@@ -13,7 +13,7 @@ from hemiola.runtime.serving.openai.reply import ChatChoice, Choice, Reply, Text
 from hemiola.runtime.serving.openai.response_reply import ResponseChoice, ResponseReply
 from hemiola.runtime.serving.openai.responses import ResponsesRequest
 from hemiola.runtime.serving.openai.schema import DEFAULT_MAX_TOKENS, ChatRequest, CompletionRequest
-from hemiola.runtime.serving.wire import Found
+from hemiola.runtime.serving.wire import Pieces
 
 
 class Work(NamedTuple):
@@ -23,8 +23,8 @@ class Work(NamedTuple):
     choices: Sequence[Choice]
     reply: Reply | ResponseReply
 
-    async def take(self, found: Found) -> None:
-        for index, piece in found:
+    async def take(self, pieces: Pieces) -> None:
+        for index, piece in pieces:
             self.reply.count(index, piece)
             self.choices[index].take(piece)
 
