@@ -31,6 +31,7 @@ from kit.scripted_triton import ScriptedTriton, script
 from hemiola.runtime.api import SamplingParams
 from hemiola.runtime.serving.openai.front import Front
 from hemiola.runtime.serving.openai.model import ServedModel
+from hemiola.runtime.serving.packing import channel_options
 from hemiola.runtime.serving.wire import Pieces, Wire
 from hemiola.runtime.text import Text
 
@@ -119,7 +120,7 @@ async def measure(
     grpc_url: str, front_url: str, front_pid: int, streams: int, rounds: int, num_tokens: int
 ) -> tuple[list[tuple[list[float], ...]], float]:
     """First tokens of each round by gRPC and by the front, and the front's seconds of CPU per request."""
-    wire, encoder = Wire(grpc_url), load_text()
+    wire, encoder = Wire(grpc_url, channel_options(grpc_url)), load_text()
     found, spent = [], 0.0
     async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
         for number in range(rounds + 1):
