@@ -214,10 +214,14 @@ class LLM:
         """Pieces as they come; who stops reading aborts the request. Refuses before the first piece."""
         pieces: SimpleQueue[Piece] = SimpleQueue()
         request_id = self.submit(prompt, SamplingParams() if params is None else params, pieces.put)
-        return self._read(pieces, request_id)
+        found = self._read(pieces, request_id)
+        next(found)  # only a generator that has begun ends the request when it goes
+        return found
 
     def _read(self, pieces: SimpleQueue[Piece], request_id: int) -> Iterator[Piece]:
+        """What comes behind a first piece of nothing."""
         try:
+            yield Piece("", [])
             while True:
                 self._loop.check_may_wait()
                 piece = pieces.get()

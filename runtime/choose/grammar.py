@@ -119,6 +119,7 @@ class Grammars:
         try:
             return self._wait(asked)
         except Refused as error:
+            error.__traceback__ = None  # it may be kept, and would keep the frames of all who are told it
             raise error.under("structured_outputs") from None
 
     def _wait(self, asked: StructuredOutputsParams) -> Grammar:

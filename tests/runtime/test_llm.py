@@ -113,6 +113,16 @@ def test_an_abandoned_stream_is_cancelled(slow: LLM) -> None:
     slow._loop.scheduler.audit()
 
 
+def test_a_stream_that_nobody_began_to_read_runs_to_its_end(slow: LLM) -> None:
+    before = slow.counters.num_output_tokens
+    stream = slow.stream("def ", params(max_tokens=400))
+    del stream
+    slow.generate("x", params(max_tokens=1))
+    while slow._loop.scheduler.busy:
+        time.sleep(0.01)
+    assert slow.counters.num_output_tokens - before < 400
+
+
 def test_submit_and_abort(slow: LLM) -> None:
     pieces: list[Piece] = []
     started, ended = threading.Event(), threading.Event()

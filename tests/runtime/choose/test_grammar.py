@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from kit.fake_session import VOCAB
+from kit.frames import kept_by
 from kit.guided import ASKED, EOS, TEXTS, allowed, compiled, grammars, text_of, tokenizer
 from tokenizers import Tokenizer, models
 
@@ -329,6 +330,17 @@ def test_a_tokenizer_that_is_not_of_bytes_is_refused() -> None:
     for _ in range(2):
         with pytest.raises(Refused, match="grammars read tokenizers of bytes only, not this engine's"):
             words.compile(StructuredOutputsParams(regex="a"))
+
+
+def test_a_grammar_that_was_refused_keeps_all_that_callers_had_who_asked_for_it() -> None:
+    """The error is kept with the grammar, and each time that it was raised it kept one caller's frames more."""
+    made = grammars()
+    assert kept_by(lambda: made.compile(StructuredOutputsParams(regex="("))) == 0
+
+
+def test_a_tokenizer_that_was_refused_keeps_all_that_callers_had_who_asked_for_a_grammar() -> None:
+    words = Grammars(Tokenizer(models.WordLevel({"a": 0, "b": 1}, unk_token="b")), 2)
+    assert kept_by(lambda: words.compile(StructuredOutputsParams(regex="a"))) == 0
 
 
 def test_a_grammar_is_compiled_once_and_old_ones_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 from kit.fake_session import VOCAB, FakeSession, hashed, oracle, resolved
+from kit.frames import kept_by
 from kit.guided import EOS, compiled
 from kit.proposers import always_right
 from kit.served import until
@@ -201,6 +202,18 @@ def test_close_cancels_what_runs_and_refuses_what_comes() -> None:
         running.submit([1])
     running.loop.close()
     running.loop.scheduler.audit()
+
+
+@pytest.mark.parametrize("failed", [False, True])
+def test_a_closed_engine_keeps_all_that_callers_had_whom_it_refused(failed: bool) -> None:
+    """One error told everybody, and kept everybody's frames: prompts, messages, callbacks."""
+    running = Running()
+    if failed:
+        running.loop.lose(Failed("a rank is lost"))
+        running.loop._thread.join(60)
+    running.loop.close()
+    for call in (running.loop.check_open, lambda: running.submit([1]), lambda: running.loop.visit(id)):
+        assert kept_by(call) == 0
 
 
 def test_an_on_piece_may_close(running: Running) -> None:
