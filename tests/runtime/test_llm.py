@@ -229,6 +229,10 @@ CALLS = [
     (lambda llm: llm.chat_text(5), "wrong_type", "messages"),
     (lambda llm: llm.chat_text([{"role": "user", "content": "hi"}], {}), "wrong_type", "tools"),
     (lambda llm: llm.chat([{"role": "user", "content": "hi"}], params(), tools=[{}]), "unsupported", "tools"),
+    # what the loop's thread would have met
+    (lambda llm: llm.abort([1]), "wrong_type", "request_id"),
+    (lambda llm: llm.submit("a", params(), None), "wrong_type", "on_piece"),
+    (lambda llm: llm.watch_cache(None), "wrong_type", "observer"),
     # before anything is loaded
     (lambda llm: LLM("engine", prefix_caching=True), "unknown", "prefix_caching"),
     (lambda llm: LLM("engine", progress="yes"), "wrong_type", "progress"),

@@ -260,6 +260,22 @@ def test_an_observer_that_raises_ends_the_engine(when: str, caplog: pytest.LogCa
     assert len(heard) == 1 and "hears of the cache no more" in caplog.text
 
 
+def test_an_observer_that_lacks_a_method_ends_the_engine(caplog: pytest.LogCaptureFixture) -> None:
+    """Where it was looked up, nothing was caught."""
+
+    class Half:
+        def removed(self, path: Sequence[Entry]) -> None: ...
+
+    running = Running(prefix_cache=True)
+    running.loop.watch(Half())  # type: ignore[arg-type]
+    prompt = [1] * (3 * running.session.config.page_len)
+    for _ in range(2):
+        _, pieces, ended = running.submit(prompt, max_tokens=3)
+        assert ended.wait(60) and ids_of(pieces) == oracle(prompt, 3)
+    running.loop.close()
+    assert "hears of the cache no more" in caplog.text
+
+
 def test_an_idle_loop_audits_its_caches(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("hemiola.runtime.schedule.loop.IDLE_SECONDS", 0.01)
     running = Running()
