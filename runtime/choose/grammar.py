@@ -130,22 +130,31 @@ class Grammars:
             self._vocabulary = self._vocabulary or self._threads.submit(self._make_vocabulary)
         try:
             vocabulary = self._vocabulary.result(MOST_SECONDS)
-            compiling = self._compiling(vocabulary, asked)
         except TimeoutError:
             raise _too_slow() from None
         except CancelledError:
             raise _closed() from None
-        try:
-            return compiling.result(max(0.0, end - time.monotonic()))
-        except (TimeoutError, CancelledError):
-            if not compiling.cancel():
-                raise _too_slow() from None
-        with self._lock:
-            self._check_open()
-            if self._kept.get(asked) is compiling:
-                del self._kept[asked]
+        while True:
+            compiling = self._compiling(vocabulary, asked)
+            try:
+                return compiling.result(max(0.0, end - time.monotonic()))
+            except CancelledError:  # by another who asked for it, and had waited long enough; or closed
+                continue
+            except TimeoutError:
+                break
+        if not self._give_up(asked, compiling):
+            raise _too_slow()
         said = f"grammars of other requests took {MOST_SECONDS:.0f} s to compile"
         raise Busy(f"{said}; try again in 1 s")
+
+    def _give_up(self, asked: StructuredOutputsParams, compiling: "Future[Grammar]") -> bool:
+        """Cancel it, unless it is being compiled."""
+        with self._lock:
+            self._check_open()
+            is_cancelled = compiling.cancel()
+            if is_cancelled and self._kept.get(asked) is compiling:
+                del self._kept[asked]
+            return is_cancelled
 
     def _check_open(self) -> None:
         if self._is_closed:

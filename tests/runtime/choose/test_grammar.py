@@ -5,6 +5,7 @@ import random
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from queue import SimpleQueue
 
 import numpy as np
 import pytest
@@ -304,6 +305,47 @@ def test_a_grammar_that_waited_for_others_is_called_too_slow(monkeypatch: pytest
     go_on.set()
     monkeypatch.setattr(module, "MOST_SECONDS", 300.0)
     assert made.compile(StructuredOutputsParams(regex="d")), "it may be sent again"
+
+
+def test_who_gives_up_takes_the_grammar_from_those_who_came_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They had waited for a moment, and heard that other grammars took all of their time."""
+    made, compiling, go_on = Grammars(tokenizer(), VOCAB), module.to_lark, threading.Event()
+    joined, found = threading.Event(), SimpleQueue()
+
+    def to_lark(asked: StructuredOutputsParams) -> str:
+        assert go_on.wait(300)
+        return compiling(asked)
+
+    made.compile(StructuredOutputsParams(regex="a"))
+    monkeypatch.setattr(module, "to_lark", to_lark)
+    for text in "bc":
+        made._compiling(made._vocabulary.result(), StructuredOutputsParams(regex=text))
+    monkeypatch.setattr(module, "MOST_SECONDS", 300.0)
+    join = made._compiling
+
+    def join_and_tell(*given: object) -> object:
+        future = join(*given)
+        joined.set()
+        return future
+
+    monkeypatch.setattr(made, "_compiling", join_and_tell)
+
+    def ask() -> None:
+        try:
+            found.put(made.compile(StructuredOutputsParams(regex="d")))
+        except Exception as error:
+            found.put(error)
+
+    later = threading.Thread(target=ask)
+    later.start()
+    assert joined.wait(300)
+    monkeypatch.setattr(module, "MOST_SECONDS", 0.2)
+    with pytest.raises(Busy, match="grammars of other requests took"):
+        made.compile(StructuredOutputsParams(regex="d"))
+    go_on.set()
+    later.join(300)
+    assert isinstance(found.get(), Grammar)
+    made.close()
 
 
 def test_the_limit_of_a_grammar_begins_behind_the_vocabulary(monkeypatch: pytest.MonkeyPatch) -> None:
