@@ -136,3 +136,23 @@ def test_pages_of_which_nobody_knows_that_they_hold_no_nan_go_to_the_host() -> N
     for number in (2, 3):
         serve(prefix, FEW, number)
         assert prefix.host is not None and prefix.host.num_entries == (number - 2) * FEW
+
+
+def test_a_long_text_that_waits_for_pages_is_looked_up_in_every_step() -> None:
+    """For its 262,144 tokens in pages of 64, that took each step of all others 2 ms."""
+    prefix = a_cache(MANY + 9)
+    serve(prefix, MANY, 1)
+    chain = prefix.chain(np.random.default_rng(1).integers(0, 999, MANY * P, np.int32))
+    other = prefix.admit(prefix.chain(np.zeros(9 * P, np.int32)), 8 * P)
+    assert other is not None
+
+    def wait() -> None:
+        for _ in range(32):
+            prefix.tick()
+            assert prefix.admit(chain, MANY * P, spare_pages=1) is None
+
+    prefix.tick()
+    alone = lines_of_python(lambda: prefix.admit(chain, MANY * P, spare_pages=1))
+    assert lines_of_python(wait) < 6 * alone
+    prefix.release(other.slot_id)
+    assert prefix.admit(chain, MANY * P, spare_pages=1) is not None, "at once"
