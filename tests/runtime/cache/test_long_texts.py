@@ -11,7 +11,7 @@ from hemiola.runtime.cache.disk import DiskTier
 from hemiola.runtime.cache.disk_file import header_bytes
 from hemiola.runtime.cache.eviction import Cost, Evictor
 from hemiola.runtime.cache.pages import PagePool
-from hemiola.runtime.cache.prefix import PrefixCache
+from hemiola.runtime.cache.prefix import LOOK_AGAIN, PrefixCache
 from hemiola.runtime.cache.slots import SlotPool
 from hemiola.runtime.cache.tier import Tier
 
@@ -156,3 +156,21 @@ def test_a_long_text_that_waits_for_pages_is_looked_up_in_every_step() -> None:
     assert lines_of_python(wait) < 6 * alone
     prefix.release(other.slot_id)
     assert prefix.admit(chain, MANY * P, spare_pages=1) is not None, "at once"
+
+
+def test_who_waits_for_pages_does_not_see_that_others_have_published_them() -> None:
+    """No page comes back, but what it still needs becomes less."""
+    prefix = a_cache(8)
+    prefix.tick()
+    ids = np.arange(6 * P, dtype=np.int32)
+    first = prefix.admit(prefix.chain(ids[: 5 * P]), 5 * P - 1)
+    assert first is not None
+    chain = prefix.chain(ids)
+    assert prefix.admit(chain, 6 * P - 1, spare_pages=1) is None
+    prefix.commit(first.slot_id, 4 * P, 5 * P - 1)
+    for _ in range(LOOK_AGAIN):
+        prefix.tick()
+        found = prefix.admit(chain, 6 * P - 1, spare_pages=1)
+        if found is not None:
+            break
+    assert found is not None and found.hit_len == 4 * P
