@@ -171,9 +171,7 @@ class Hand:
     ) -> int:
         """on_piece: hears of each piece when the hand has kept it. output_ids: of a request that goes on."""
         number, params = len(self.requests) + 1, SamplingParams(**params)
-        request = new_request(
-            number, prompt, params, self.bounds, grammar=grammar, output_ids=output_ids
-        )
+        request = new_request(number, prompt, params, self.bounds, grammar=grammar, output_ids=output_ids)
         self.requests.append(request)
         pieces = self.pieces[request.id] = []
 

@@ -375,7 +375,7 @@ def test_a_tokenizer_that_is_not_of_bytes_is_refused() -> None:
 
 
 def test_a_grammar_that_was_refused_keeps_all_that_callers_had_who_asked_for_it() -> None:
-    """The error is kept with the grammar, and each time that it was raised it kept one caller's frames more."""
+    """Their error is kept with the grammar; each time that it was raised it kept the frames of one more."""
     made = grammars()
     assert kept_by(lambda: made.compile(StructuredOutputsParams(regex="("))) == 0
 
