@@ -242,6 +242,24 @@ def test_a_request_that_uses_up_the_lexer_costs_no_other_request_of_the_same_gra
     read([0] * 100)
 
 
+def test_every_request_parses_a_grammar_again_whose_lexer_is_used_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the loop's thread: 120 KB of a schema took each and so all others a quarter of a second."""
+    limits = module.LLParserLimits(max_lexer_states=2000, verbose_errors=False)
+    monkeypatch.setattr(module, "LIMITS", limits)
+    made = Grammars(tokenizer(), VOCAB).compile(StructuredOutputsParams(regex="[ab]*a[ab]{16}"))
+    dice, bounds, parse, parsed = random.Random(1), BOUNDS._replace(max_len=5000), module._matcher, []
+    monkeypatch.setattr(module, "_matcher", lambda *given: (parsed.append(1), parse(*given))[1])
+    before = [a_guide(made, bounds, max_tokens=4000) for _ in range(6)]
+    first, output = a_guide(made, bounds, max_tokens=4000), []
+    while not parsed:
+        follow(first, output)
+        output.append(dice.randrange(2))
+    for guide in (*before, *(a_guide(made, bounds, max_tokens=4000) for _ in range(6))):
+        for length in range(10):
+            follow(guide, output[:length])
+    assert len(parsed) < 4
+
+
 def test_a_draft_behind_which_nothing_goes_on_is_dropped() -> None:
     made = grammars().compile(StructuredOutputsParams(grammar='start: "a" x | "a" "b" "c"\nx: x "d"'))
     guide = a_guide(made, bad_words_ids=[[2]])
