@@ -165,12 +165,16 @@ class LLM:
         arrival: when it came, by time.perf_counter, if not now.
         output_ids: the first tokens of its output, which another engine of this identity chose. The pieces
         have what follows, as if this engine had chosen all; params are those of the whole output."""
+        if not callable(on_piece):
+            raise Refused("wrong_type", "on_piece", type(on_piece), way_out="pass a function of a Piece")
         request = self._request(prompt, params, arrival, output_ids)
         self._loop.submit(request, on_piece)
         return request.id
 
     def abort(self, request_id: int) -> None:
         """End a request; its last piece says "cancelled"."""
+        if not isinstance(request_id, int):
+            raise Refused("wrong_type", "request_id", type(request_id), way_out="pass what submit returned")
         self._loop.abort(request_id)
 
     def reset_prefix_cache(self) -> None:
@@ -179,6 +183,10 @@ class LLM:
 
     def watch_cache(self, observer: Observer) -> None:
         """Let one observer know which pages requests can start behind: those there are, then each change."""
+        for name in ("stored", "removed"):
+            if not callable(getattr(observer, name, None)):
+                message = (Name("observer"), f" has no method {name}")
+                raise Refused("wrong_type", "observer", message=message, way_out="pass an Observer")
         self._loop.watch(observer)
 
     def export_prefix(self, prompt: Prompt, *, cache_salt: str = "") -> bytearray:
@@ -214,10 +222,14 @@ class LLM:
         """Pieces as they come; who stops reading aborts the request. Refuses before the first piece."""
         pieces: SimpleQueue[Piece] = SimpleQueue()
         request_id = self.submit(prompt, SamplingParams() if params is None else params, pieces.put)
-        return self._read(pieces, request_id)
+        found = self._read(pieces, request_id)
+        next(found)  # only a generator that has begun ends the request when it goes
+        return found
 
     def _read(self, pieces: SimpleQueue[Piece], request_id: int) -> Iterator[Piece]:
+        """What comes behind a first piece of nothing."""
         try:
+            yield Piece("", [])
             while True:
                 self._loop.check_may_wait()
                 piece = pieces.get()

@@ -7,7 +7,7 @@ a page behind it that counts.
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Protocol
 
 from hemiola.runtime.cache.tree import Entry
@@ -34,17 +34,17 @@ class SafeObserver:
         self._observer: Observer | None = observer
 
     def stored(self, path: Sequence[Entry]) -> None:
-        if self._observer is not None:
-            self._tell(self._observer.stored, path)
+        self._tell("stored", path)
 
     def removed(self, path: Sequence[Entry]) -> None:
-        if self._observer is not None:
-            self._tell(self._observer.removed, path)
+        self._tell("removed", path)
 
-    def _tell(self, hear: Callable[[Sequence[Entry]], None], path: Sequence[Entry]) -> None:
+    def _tell(self, method: str, path: Sequence[Entry]) -> None:
+        if self._observer is None:
+            return
         try:
-            hear(path)
-        except BaseException:  # sys.exit(), too
+            getattr(self._observer, method)(path)
+        except BaseException:  # sys.exit(), too; or it has no such method
             log.exception("an observer raised; it is not called again")
             self._observer = None
 

@@ -53,10 +53,11 @@ from hemiola.runtime.cache.pages import PagePool
 from hemiola.runtime.cache.slots import SlotPool
 from hemiola.runtime.cache.statistics import Statistics
 from hemiola.runtime.cache.tier import NO_TIER, Tier, TierUse
-from hemiola.runtime.cache.tree import Chain, Entry, Tree
+from hemiola.runtime.cache.tree import Chain, Entry, Lacked, Tree
 from hemiola.runtime.errors import Name, Refused
 
 SAVE_SECONDS = 10.0
+LOOK_AGAIN = 8  # steps
 
 
 def no_room(edge: int) -> Refused:
@@ -185,6 +186,8 @@ class PrefixCache:
 
         Beside them, spare_pages pages must stay free or idle.
         """
+        if self._lacks_still(chain, spare_pages):
+            return None
         found = self._match(chain, known_len) if self.enabled and may_hit else Match([], None, 0, None, 0)
         if self.host is None:
             return self._admit(chain, known_len, spare_pages, found)
@@ -200,7 +203,9 @@ class PrefixCache:
         num_new = self.pages.count(known_len + 1) - len(path)
         num_waking = sum(self.pages.refs[page_id] == 0 for page_id in page_ids)
         if self.num_available - num_waking - num_new < spare_pages:
+            chain.lacked = Lacked(self.num_available - spare_pages, self.step)
             return None
+        chain.lacked = None
         slot_id, restore_from = self._own_slot(hit)
         if slot_id == 0:
             return None
@@ -226,6 +231,14 @@ class PrefixCache:
         self.statistics.hit_tokens += start
         self.statistics.page_hit_tokens += found.cached_len
         return Start(slot_id, start, restore_from, load)
+
+    def _lacks_still(self, chain: Chain, spare_pages: int) -> bool:
+        """No pages have come since it lacked some: so long a text is not looked up again in every step. Now
+        and then it is, since others may have published what it can share."""
+        lacked = chain.lacked
+        if lacked is None or self.step >= lacked.step + LOOK_AGAIN:
+            return False
+        return self.num_available - spare_pages <= lacked.num_available
 
     def has_come(self, load: int) -> bool:
         """Whether what a request starts from has come from the host's memory."""

@@ -302,13 +302,25 @@ class Tier:
             self._evictor.idle(entry)
 
     def _make_room(self, num_units: int) -> bool:
-        """Give up what is worth least until so many units are free."""
-        if num_units > self.mover.num_units:
+        """Give up what is worth least until so many units are free; nothing, where they never would be."""
+        if len(self._free) < num_units and not self._could_have(num_units):
             return False
         while len(self._free) < num_units:
             if not self._give_up_one():
                 return False
         return True
+
+    def _could_have(self, num_units: int) -> bool:
+        """All units can be given up but those that are lent, and those of what is held."""
+        left = self.mover.num_units - num_units
+        depths = [entry.edge // self._page_len + len(self.state_of(entry)) for entry in self._held]
+        if len(self._lent) + sum(depths) <= left:  # even if no two of them are the same
+            return True
+        kept = set(self._lent)
+        for entry in self._held:
+            kept.update(page.page_id for page in path_to(entry))
+            kept.update(self.state_of(entry))
+        return len(kept) <= left
 
     def _give_up_one(self) -> bool:
         """A page with nothing behind it, with its snapshot; or a snapshot alone, where that is worth less."""

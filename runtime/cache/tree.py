@@ -46,6 +46,13 @@ def digest(parent: bytes, tokens: bytes) -> bytes:
     return blake2b(parent + tokens, digest_size=16).digest()
 
 
+class Lacked(NamedTuple):
+    """When a request was not let in for want of pages."""
+
+    num_available: int  # then, beside those that must stay
+    step: int
+
+
 class Chain:
     """A request's page keys, computed as far as they are asked for. `ids` may grow behind what is known."""
 
@@ -54,6 +61,7 @@ class Chain:
         self.ids = ids
         self.salt = salt
         self.root = digest(b"", salt)
+        self.lacked: Lacked | None = None
         self._page_len = page_len
         self._keys: list[bytes] = []
 

@@ -69,22 +69,24 @@ class Vocabulary:
     num_real: int  # ids that an engine may choose: those below
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class Grammar:
     """A compiled grammar; every request starts a copy of `matcher`.
 
     Copies share the library's lexer: what one has found out the others know, and its limit is one for all.
+    When they have used it up, `matcher` becomes one with a lexer of its own, for all who come then: parsing a
+    long grammar takes a second, and all requests wait for it.
     """
 
     vocabulary: Vocabulary
     source: str
     matcher: LLMatcher
 
-    def again(self, output: Sequence[int]) -> LLMatcher:
-        """One that shares nothing, behind an output."""
-        matcher = _matcher(self.vocabulary, self.source)
-        matcher.consume_tokens(list(output))
-        return matcher
+    def again(self, used_up: LLMatcher) -> LLMatcher:
+        """One that does not share the lexer of this one."""
+        if self.matcher is used_up:
+            self.matcher = _matcher(self.vocabulary, self.source)
+        return self.matcher
 
 
 class Grammars:
@@ -119,6 +121,7 @@ class Grammars:
         try:
             return self._wait(asked)
         except Refused as error:
+            error.__traceback__ = None  # it may be kept, and would keep the frames of all who are told it
             raise error.under("structured_outputs") from None
 
     def _wait(self, asked: StructuredOutputsParams) -> Grammar:
@@ -129,22 +132,31 @@ class Grammars:
             self._vocabulary = self._vocabulary or self._threads.submit(self._make_vocabulary)
         try:
             vocabulary = self._vocabulary.result(MOST_SECONDS)
-            compiling = self._compiling(vocabulary, asked)
         except TimeoutError:
             raise _too_slow() from None
         except CancelledError:
             raise _closed() from None
-        try:
-            return compiling.result(max(0.0, end - time.monotonic()))
-        except (TimeoutError, CancelledError):
-            if not compiling.cancel():
-                raise _too_slow() from None
-        with self._lock:
-            self._check_open()
-            if self._kept.get(asked) is compiling:
-                del self._kept[asked]
+        while True:
+            compiling = self._compiling(vocabulary, asked)
+            try:
+                return compiling.result(max(0.0, end - time.monotonic()))
+            except CancelledError:  # by another who asked for it, and had waited long enough; or closed
+                continue
+            except TimeoutError:
+                break
+        if not self._give_up(asked, compiling):
+            raise _too_slow()
         said = f"grammars of other requests took {MOST_SECONDS:.0f} s to compile"
         raise Busy(f"{said}; try again in 1 s")
+
+    def _give_up(self, asked: StructuredOutputsParams, compiling: "Future[Grammar]") -> bool:
+        """Cancel it, unless it is being compiled."""
+        with self._lock:
+            self._check_open()
+            is_cancelled = compiling.cancel()
+            if is_cancelled and self._kept.get(asked) is compiling:
+                del self._kept[asked]
+            return is_cancelled
 
     def _check_open(self) -> None:
         if self._is_closed:
@@ -298,7 +310,8 @@ class Guide:
         forbids: Callable[[Sequence[int]], np.ndarray],  # ids that other options forbid behind an output
     ) -> None:
         self._grammar = grammar
-        self._matcher = grammar.matcher.deep_copy()
+        self._source = grammar.matcher  # with which it shares a lexer
+        self._matcher = self._source.deep_copy()
         self._prompt_len, self._end_ids, self._forbids = prompt_len, end_ids, forbids
         self._ends = np.fromiter(end_ids, np.int64)
         self._output: list[int] = []  # what the grammar has read
@@ -329,11 +342,23 @@ class Guide:
         except Stuck:
             if not self._matcher.is_error():
                 raise
-            self._matcher = self._grammar.again(self._output)  # others may have used up what they share
-            self.masks = [self._mask(self._matcher, self._output)]
+            self._begin_again()  # others may have used up what they share
         if drafts:
             self._look_ahead(drafts)
         return len(self.masks) - 1
+
+    def _begin_again(self) -> None:
+        """With the lexer that others have by now, and if that is used up, too, with a new one."""
+        for is_last in (self._grammar.matcher is self._source, True):
+            self._source = self._grammar.again(self._source)
+            self._matcher = self._source.deep_copy()
+            self._matcher.consume_tokens(self._output)
+            try:
+                self.masks = [self._mask(self._matcher, self._output)]
+                return
+            except Stuck:
+                if is_last or not self._matcher.is_error():
+                    raise
 
     def _look_ahead(self, drafts: Sequence[int]) -> None:
         matcher, output = self._matcher.deep_copy(), list(self._output)

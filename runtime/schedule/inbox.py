@@ -1,5 +1,6 @@
 """What other threads ask of the loop, in the order in which they asked."""
 
+import copy
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
@@ -86,7 +87,7 @@ class Inbox:
     def check(self) -> None:
         """Raise the refusal, if there is one."""
         if self._refusal is not None:
-            raise self._refusal
+            raise copy.copy(self._refusal)  # an error keeps the frames of all to whom it was raised
 
     def put(self, message: Abort | Fetched | Flush | Look | Close | Lose) -> None:
         self._messages.put(message)

@@ -152,6 +152,8 @@ def new_request(
     for word in params.bad_words_ids:
         _check_ids("bad_words_ids", word, bounds)
     stop_ids = frozenset(params.stop_token_ids) | frozenset(() if params.ignore_eos else bounds.eos_ids)
+    if not isinstance(output_ids, Sequence) or isinstance(output_ids, (str, bytes)):
+        raise Refused("wrong_type", "output_ids", type(output_ids), way_out="pass a list of token ids (int)")
     if output_ids:
         _continue(ids, prompt_len, output_ids, stop_ids, bounds)
     bad_words = _bad_words(params, encode)
@@ -177,6 +179,9 @@ def new_request(
 def _continue(
     ids: np.ndarray, prompt_len: int, output_ids: Sequence[int], stop_ids: frozenset[int], bounds: Bounds
 ) -> None:
+    if not all(isinstance(i, (int, np.integer)) and not isinstance(i, bool) for i in output_ids):
+        message = (Name("output_ids"), f" is a list of {_kinds(output_ids)}")
+        raise Refused("wrong_type", "output_ids", message=message, way_out="pass token ids (int)")
     most = len(ids) - prompt_len
     way_out = "the request has ended"
     if len(output_ids) >= most:

@@ -15,11 +15,11 @@ from kit.guided import ASKED, EOS, compiled, guided_oracle
 from kit.plain_sampling import edited
 from kit.proposers import Scripted, shuffled
 
-from hemiola.runtime.api import Piece
+from hemiola.runtime.api import Piece, SamplingParams
 from hemiola.runtime.cache.disk_file import header_bytes
 from hemiola.runtime.choose.grammar import Stuck
 from hemiola.runtime.schedule.pace import Pace
-from hemiola.runtime.schedule.request import Request
+from hemiola.runtime.schedule.request import Request, new_request
 
 NUM_TURNS = 200
 
@@ -206,25 +206,35 @@ class Storm:
         if self.others.random() < 0.1:
             params = params | {"prompt_logprobs": self.others.choice([0, 2])}
         grammar = None if pattern is None else compiled(pattern)
-        request_id = hand.submit(prompt, grammar, on_piece=self._listener(raises_at), **params)
+        alone = new_request(0, prompt, SamplingParams(**params), hand.bounds)
+        output = self._output(alone, prompt, pattern)
+        broken = [self.is_broken([*prompt, *output[:at]]) for at in range(len(output))]
+        sound_len = [*broken, True].index(True)
+        given_len = self._given_len(min(sound_len, len(output) - 1))
+        listener = self._listener(raises_at)
+        request_id = hand.submit(prompt, grammar, listener, output[:given_len], **params)
         request = hand.requests[request_id - 1]
         if raises_at:
             self.may_fail.add(request_id)
         if raises_at and request.guide is not None:
             self._break(request, raises_at)
-        output = self._output(request, prompt, pattern)
         for at, token_id in enumerate(output):
             self.edited[(*prompt, *output[:at])] = token_id
-        whole, broken = len(output), [self.is_broken([*prompt, *output[:at]]) for at in range(len(output))]
-        self.asked[request_id] = output[: [*broken, True].index(True)]
+        self.asked[request_id] = output[given_len:sound_len]
         if any(broken):
-            self.ends[request_id] = f"NaN for the token at position {len(prompt) + broken.index(True)}"
-        self.texts.append(prompt + output[:whole])
+            self.ends[request_id] = f"NaN for the token at position {len(prompt) + sound_len}"
+        self.texts.append(prompt + output)
         if "prompt_logprobs" in params:
             self.scored[request_id] = prompt
             at = next((n for n in range(1, len(prompt)) if self.is_broken(prompt[:n])), 0)
             if at:
                 self.ends[request_id], self.asked[request_id] = f"NaN for the token at position {at}", []
+
+    def _given_len(self, most: int) -> int:
+        """Tokens of its output that another engine chose."""
+        given_len = self.others.randint(0, most) if self.others.random() < 0.1 else 0
+        self.reached["an output went on"] += given_len > 0
+        return given_len
 
     def _listener(self, raises_at: int) -> Callable[[Piece], None]:
         """A user whose piece of this number raises, unless it is the last."""

@@ -166,11 +166,12 @@ class Hand:
         prompt: Sequence[int],
         grammar: Grammar | None = None,
         on_piece: Callable[[Piece], None] = lambda piece: None,
+        output_ids: Sequence[int] = (),
         **params: object,
     ) -> int:
-        """on_piece: hears of each piece when the hand has kept it."""
+        """on_piece: hears of each piece when the hand has kept it. output_ids: of a request that goes on."""
         number, params = len(self.requests) + 1, SamplingParams(**params)
-        request = new_request(number, prompt, params, self.bounds, grammar=grammar)
+        request = new_request(number, prompt, params, self.bounds, grammar=grammar, output_ids=output_ids)
         self.requests.append(request)
         pieces = self.pieces[request.id] = []
 

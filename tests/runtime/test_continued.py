@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from queue import SimpleQueue
 
+import numpy as np
 import pytest
 from kit.refused import code_and_field
 
@@ -83,10 +84,21 @@ def test_a_stop_string_that_began_in_the_first_part_ends_the_second(engines: tup
 
 
 @pytest.mark.parametrize(
-    ("output_ids", "code"), [([5] * NUM, "too_long"), ([5, 3], "conflict"), ([5, 10**6], "out_of_range")]
+    ("output_ids", "code"),
+    [
+        ([5] * NUM, "too_long"),
+        ([5, 3], "conflict"),
+        ([5, 10**6], "out_of_range"),
+        ([5, 10**30], "out_of_range"),
+        ([5, 6.5], "wrong_type"),  # it was taken for 6
+        ([True], "wrong_type"),
+        ("ab", "wrong_type"),
+        (np.array([5, 6]), "wrong_type"),
+        (5, "wrong_type"),
+    ],
 )
 def test_an_output_that_cannot_go_on_is_refused(
-    engines: tuple[LLM, LLM], output_ids: list[int], code: str
+    engines: tuple[LLM, LLM], output_ids: object, code: str
 ) -> None:
     params = SamplingParams(max_tokens=NUM, stop_token_ids=[3])
     assert code_and_field(lambda: told(engines[1], params, output_ids)) == (code, "output_ids")

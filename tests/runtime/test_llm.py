@@ -113,6 +113,16 @@ def test_an_abandoned_stream_is_cancelled(slow: LLM) -> None:
     slow._loop.scheduler.audit()
 
 
+def test_a_stream_that_nobody_began_to_read_runs_to_its_end(slow: LLM) -> None:
+    before = slow.counters.num_output_tokens
+    stream = slow.stream("def ", params(max_tokens=400))
+    del stream
+    slow.generate("x", params(max_tokens=1))
+    while slow._loop.scheduler.busy:
+        time.sleep(0.01)
+    assert slow.counters.num_output_tokens - before < 400
+
+
 def test_submit_and_abort(slow: LLM) -> None:
     pieces: list[Piece] = []
     started, ended = threading.Event(), threading.Event()
@@ -219,6 +229,10 @@ CALLS = [
     (lambda llm: llm.chat_text(5), "wrong_type", "messages"),
     (lambda llm: llm.chat_text([{"role": "user", "content": "hi"}], {}), "wrong_type", "tools"),
     (lambda llm: llm.chat([{"role": "user", "content": "hi"}], params(), tools=[{}]), "unsupported", "tools"),
+    # what the loop's thread would have met
+    (lambda llm: llm.abort([1]), "wrong_type", "request_id"),
+    (lambda llm: llm.submit("a", params(), None), "wrong_type", "on_piece"),
+    (lambda llm: llm.watch_cache(None), "wrong_type", "observer"),
     # before anything is loaded
     (lambda llm: LLM("engine", prefix_caching=True), "unknown", "prefix_caching"),
     (lambda llm: LLM("engine", progress="yes"), "wrong_type", "progress"),

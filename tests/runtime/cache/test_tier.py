@@ -61,6 +61,23 @@ def test_a_request_begins_with_the_state_of_nobody() -> None:
     tier.audit()
 
 
+def test_what_has_no_room_in_the_end_costs_all_that_others_have() -> None:
+    """Half of it was there, and is not given up for the other half: so all else was, for nothing."""
+    tier = Tier(Cost(10, 40), P, Nowhere(FakeSession(resolved()), 14))
+    path = a_text(9)
+    began = tier.keep(path[4])
+    assert began is not None and tier.keep(*a_text(1, first=70)) is not None and tier.num_free == 2
+    assert tier.keep(path[8]) is None
+    assert tier.num_entries == 6
+    tier.hold(began)
+    assert tier.reserve(7) is None and tier.num_entries == 6
+    tier.let_go(began)
+    units = tier.reserve(7)
+    assert units is not None
+    assert tier.reserve(8) is None and tier.num_entries > 0
+    tier.audit()
+
+
 def test_tenants_whose_salts_have_one_hash_share_a_text(monkeypatch: pytest.MonkeyPatch) -> None:
     digest = tree.digest
     monkeypatch.setattr(tree, "digest", lambda parent, tokens: digest(parent, tokens if parent else b""))

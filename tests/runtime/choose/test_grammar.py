@@ -5,10 +5,12 @@ import random
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from queue import SimpleQueue
 
 import numpy as np
 import pytest
 from kit.fake_session import VOCAB
+from kit.frames import kept_by
 from kit.guided import ASKED, EOS, TEXTS, allowed, compiled, grammars, text_of, tokenizer
 from tokenizers import Tokenizer, models
 
@@ -240,6 +242,24 @@ def test_a_request_that_uses_up_the_lexer_costs_no_other_request_of_the_same_gra
     read([0] * 100)
 
 
+def test_every_request_parses_a_grammar_again_whose_lexer_is_used_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the loop's thread: 120 KB of a schema took each and so all others a quarter of a second."""
+    limits = module.LLParserLimits(max_lexer_states=2000, verbose_errors=False)
+    monkeypatch.setattr(module, "LIMITS", limits)
+    made = Grammars(tokenizer(), VOCAB).compile(StructuredOutputsParams(regex="[ab]*a[ab]{16}"))
+    dice, bounds, parse, parsed = random.Random(1), BOUNDS._replace(max_len=5000), module._matcher, []
+    monkeypatch.setattr(module, "_matcher", lambda *given: (parsed.append(1), parse(*given))[1])
+    before = [a_guide(made, bounds, max_tokens=4000) for _ in range(6)]
+    first, output = a_guide(made, bounds, max_tokens=4000), []
+    while not parsed:
+        follow(first, output)
+        output.append(dice.randrange(2))
+    for guide in (*before, *(a_guide(made, bounds, max_tokens=4000) for _ in range(6))):
+        for length in range(10):
+            follow(guide, output[:length])
+    assert len(parsed) < 4
+
+
 def test_a_draft_behind_which_nothing_goes_on_is_dropped() -> None:
     made = grammars().compile(StructuredOutputsParams(grammar='start: "a" x | "a" "b" "c"\nx: x "d"'))
     guide = a_guide(made, bad_words_ids=[[2]])
@@ -305,6 +325,47 @@ def test_a_grammar_that_waited_for_others_is_called_too_slow(monkeypatch: pytest
     assert made.compile(StructuredOutputsParams(regex="d")), "it may be sent again"
 
 
+def test_who_gives_up_takes_the_grammar_from_those_who_came_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They had waited for a moment, and heard that other grammars took all of their time."""
+    made, compiling, go_on = Grammars(tokenizer(), VOCAB), module.to_lark, threading.Event()
+    joined, found = threading.Event(), SimpleQueue()
+
+    def to_lark(asked: StructuredOutputsParams) -> str:
+        assert go_on.wait(300)
+        return compiling(asked)
+
+    made.compile(StructuredOutputsParams(regex="a"))
+    monkeypatch.setattr(module, "to_lark", to_lark)
+    for text in "bc":
+        made._compiling(made._vocabulary.result(), StructuredOutputsParams(regex=text))
+    monkeypatch.setattr(module, "MOST_SECONDS", 300.0)
+    join = made._compiling
+
+    def join_and_tell(*given: object) -> object:
+        future = join(*given)
+        joined.set()
+        return future
+
+    monkeypatch.setattr(made, "_compiling", join_and_tell)
+
+    def ask() -> None:
+        try:
+            found.put(made.compile(StructuredOutputsParams(regex="d")))
+        except Exception as error:
+            found.put(error)
+
+    later = threading.Thread(target=ask)
+    later.start()
+    assert joined.wait(300)
+    monkeypatch.setattr(module, "MOST_SECONDS", 0.2)
+    with pytest.raises(Busy, match="grammars of other requests took"):
+        made.compile(StructuredOutputsParams(regex="d"))
+    go_on.set()
+    later.join(300)
+    assert isinstance(found.get(), Grammar)
+    made.close()
+
+
 def test_the_limit_of_a_grammar_begins_behind_the_vocabulary(monkeypatch: pytest.MonkeyPatch) -> None:
     """The first waited for that without a limit, and then as long as it may for its own compiling."""
     refused, plain, in_time = threading.Event(), module.make_vocabulary, []
@@ -329,6 +390,17 @@ def test_a_tokenizer_that_is_not_of_bytes_is_refused() -> None:
     for _ in range(2):
         with pytest.raises(Refused, match="grammars read tokenizers of bytes only, not this engine's"):
             words.compile(StructuredOutputsParams(regex="a"))
+
+
+def test_a_grammar_that_was_refused_keeps_all_that_callers_had_who_asked_for_it() -> None:
+    """Their error is kept with the grammar; each time that it was raised it kept the frames of one more."""
+    made = grammars()
+    assert kept_by(lambda: made.compile(StructuredOutputsParams(regex="("))) == 0
+
+
+def test_a_tokenizer_that_was_refused_keeps_all_that_callers_had_who_asked_for_a_grammar() -> None:
+    words = Grammars(Tokenizer(models.WordLevel({"a": 0, "b": 1}, unk_token="b")), 2)
+    assert kept_by(lambda: words.compile(StructuredOutputsParams(regex="a"))) == 0
 
 
 def test_a_grammar_is_compiled_once_and_old_ones_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 from kit.fake_session import VOCAB, FakeSession, hashed, oracle, resolved
+from kit.frames import kept_by
 from kit.guided import EOS, compiled
 from kit.proposers import always_right
 from kit.served import until
@@ -203,6 +204,18 @@ def test_close_cancels_what_runs_and_refuses_what_comes() -> None:
     running.loop.scheduler.audit()
 
 
+@pytest.mark.parametrize("failed", [False, True])
+def test_a_closed_engine_keeps_all_that_callers_had_whom_it_refused(failed: bool) -> None:
+    """One error told everybody, and kept everybody's frames: prompts, messages, callbacks."""
+    running = Running()
+    if failed:
+        running.loop.lose(Failed("a rank is lost"))
+        running.loop._thread.join(60)
+    running.loop.close()
+    for call in (running.loop.check_open, lambda: running.submit([1]), lambda: running.loop.visit(id)):
+        assert kept_by(call) == 0
+
+
 def test_an_on_piece_may_close(running: Running) -> None:
     _, pieces, ended = running.submit([1, 2], lambda piece: running.loop.close(), max_tokens=40)
     assert ended.wait(60) and pieces[-1].finish_reason == "cancelled"
@@ -245,6 +258,22 @@ def test_an_observer_that_raises_ends_the_engine(when: str, caplog: pytest.LogCa
     running.loop.flush()
     running.loop.close()
     assert len(heard) == 1 and "is not called again" in caplog.text
+
+
+def test_an_observer_that_lacks_a_method_ends_the_engine(caplog: pytest.LogCaptureFixture) -> None:
+    """Where it was looked up, nothing was caught."""
+
+    class Half:
+        def removed(self, path: Sequence[Entry]) -> None: ...
+
+    running = Running(prefix_cache=True)
+    running.loop.watch(Half())  # type: ignore[arg-type]
+    prompt = [1] * (3 * running.session.config.page_len)
+    for _ in range(2):
+        _, pieces, ended = running.submit(prompt, max_tokens=3)
+        assert ended.wait(60) and ids_of(pieces) == oracle(prompt, 3)
+    running.loop.close()
+    assert "hears of the cache no more" in caplog.text
 
 
 def test_an_idle_loop_audits_its_caches(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,12 +3,12 @@
     make storm STORMS=1000 SEED=0
 
 A storm is 200 turns of random arrivals of several priorities (some continue or branch from earlier texts,
-some follow a grammar, some have penalties, some want their prompt scored, some come n at once), drafts,
-aborts, preemptions, flushes and rows that fail, with random sizes; in some storms pages are scarce, in some a
-request is cancelled in every turn, one in three is starved (kit/starved.py). Prefixes leave for other engines
-and come from them (kit/carried.py). Every hit is checked against all that is cached. After every turn:
-ownership, and the content of all that is cached; free pages hold poison. A red storm prints its seed;
-`test_a_storm_of_choice` lets hypothesis shrink.
+some follow a grammar, some have penalties, some want their prompt scored, some come n at once, some go on
+where another engine ended), drafts, aborts, preemptions, flushes and rows that fail, with random sizes; in
+some storms pages are scarce, in some a request is cancelled in every turn, one in three is starved
+(kit/starved.py). Prefixes leave for other engines and come from them (kit/carried.py). Every hit is checked
+against all that is cached. After every turn: ownership, and the content of all that is cached; free pages
+hold poison. A red storm prints its seed; `test_a_storm_of_choice` lets hypothesis shrink.
 """
 
 import itertools
@@ -67,6 +67,7 @@ REACHED = [
     "a grammar raised",
     "a listener raised",
     "a prompt was scored",
+    "an output went on",
     "prefixes went and came",
     "stop",
     "length",
