@@ -16,6 +16,9 @@ from hemiola.runtime.serving.openai.schema import DEFAULT_MAX_TOKENS, ChatReques
 from hemiola.runtime.serving.wire import Found
 
 
+MOST_TOKENS = 2**23  # of all prompts of a body: each choice's is sent by itself, and the answer may repeat it
+
+
 class Work(NamedTuple):
     """One request to the engine for each choice."""
 
@@ -42,6 +45,7 @@ class Work(NamedTuple):
 def completion(model: ServedModel, request: CompletionRequest) -> Work:
     prompts = [encode(model, prompt) for prompt in request.prompt]
     scores = [PromptScores(model, ids, request.prompt_logprobs, request.num_echoed) for ids in prompts]
+    check_total(sum(map(len, prompts)), request.num_choices, scores[0].num_asked)
     most = request.max_tokens or DEFAULT_MAX_TOKENS
     params = request.params(most, request.logprobs, prompt_logprobs=scores[0].num_asked)
     tokens = model.tokens if request.logprobs is not None else None
@@ -69,6 +73,7 @@ def chat(model: ServedModel, request: ChatRequest) -> Work:
     prompt, expected = render(model, request)
     structured = guide(request, expected)
     ids = encode(model, prompt, special=False)
+    check_total(len(ids), request.num_choices, request.prompt_logprobs)
     most = request.most_tokens or max(model.max_len - len(ids), 1)
     params = request.params(most, request.num_logprobs, structured, request.prompt_logprobs)
     tokens = model.tokens if request.logprobs else None
@@ -88,6 +93,15 @@ def response(model: ServedModel, request: ResponsesRequest) -> Work:
     choice = ResponseChoice(ids, expected)
     reply = ResponseReply(model, request, choice)
     return Work([(ids, params)], [choice], reply)
+
+
+def check_total(num_tokens: int, num_choices: int, num_scored: int | None) -> None:
+    """num_scored: log-probabilities that are named beside each token's own, if any are."""
+    total = num_tokens * num_choices * (1 if num_scored is None else 2 + num_scored)
+    if total > MOST_TOKENS:
+        named = "" if num_scored is None else " and log-probabilities of tokens"
+        message = f"prompts x n are {total} tokens{named}, the limit is {MOST_TOKENS}"
+        raise Refused("too_long", "n", num_choices, message=message, way_out="send fewer at once")
 
 
 def encode(model: ServedModel, prompt: str | list[int], special: bool = True) -> list[int]:

@@ -1,6 +1,7 @@
 """While one caller's large body is read, the event loop serves the others."""
 
 import json
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator
@@ -82,6 +83,63 @@ def test_a_body_is_held_until_its_answer_has_ended(
     assert not answer.done()
     triton.gate.set()
     assert answer.result(60).status_code == 200
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_what_is_sent_for_each_choice_is_held_until_its_answer_has_ended(
+    start: Callable[..., Front],
+    triton: ScriptedTriton,
+    post: Callable[..., "Future[requests.Response]"],
+    monkeypatch: pytest.MonkeyPatch,
+    stream: bool,
+) -> None:
+    """1,024 of them with a prompt of 128,000 tokens each took 1 GB."""
+    sent: list[Any] = []
+    plain = Wire.pack
+
+    def pack(*given: Any) -> list[Any]:
+        packed = plain(*given)
+        sent.extend(packed)
+        return packed
+
+    monkeypatch.setattr(Wire, "pack", pack)
+    triton.script = script("a", "b")
+    triton.gate.clear()
+    asked = {"model": "tiny", "messages": [USER], "stream": stream, "n": 3}
+    answer = post(f"{start().url}/chat/completions", json.dumps(asked))
+    until(lambda: len(triton.requests) == 3)
+    until(lambda: [sys.getrefcount(sent[i]) for i in range(3)] == [2] * 3)  # here, and by that call
+    assert not answer.done()
+    triton.gate.set()
+    assert answer.result(60).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("route", "given", "more", "total"),
+    [
+        ("completions", {"prompt": [[5] * 40, [6] * 60], "n": 10}, {"n": 11}, 1100),
+        ("completions", {"prompt": [5] * 50, "n": 10, "prompt_logprobs": 0}, {"prompt_logprobs": 1}, 1500),
+        ("completions", {"prompt": [5] * 100, "n": 5, "echo": True, "logprobs": 0}, {"n": 6}, 1200),
+        ("chat/completions", {"messages": [USER], "n": 18}, {"n": 128}, 3584),
+    ],
+)
+def test_prompts_are_sent_for_each_choice_without_a_limit(
+    start: Callable[..., Front],
+    triton: ScriptedTriton,
+    monkeypatch: pytest.MonkeyPatch,
+    route: str,
+    given: dict,
+    more: dict,
+    total: int,
+) -> None:
+    monkeypatch.setattr(work, "MOST_TOKENS", 1000)
+    triton.script = script("ok")
+    url = f"{start().url}/{route}"
+    assert requests.post(url, json={"model": "tiny", **given}, timeout=60).status_code == 200
+    refused = requests.post(url, json={"model": "tiny", **given, **more}, timeout=60)
+    error = refused.json()["error"]
+    assert (refused.status_code, error["param"]) == (400, "n"), error
+    assert f"prompts x n are {total} tokens" in error["message"], error
 
 
 class Gate:
