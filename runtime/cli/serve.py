@@ -182,7 +182,7 @@ def triton_host(own: ServerOptions, plan: FrontPlan) -> str:
 
 
 def grpc_host(own: ServerOptions) -> str:
-    """A request at that door can end the server (docs/security.md): others get there only if it is asked for."""
+    """A request at that door can end the server (docs/security.md): others reach it only if asked for."""
     return LOOPBACK if own.triton_host is None else own.triton_host
 
 

@@ -64,7 +64,8 @@ def test_containers_run_the_command_with_options_and_ports_that_there_are() -> N
                 asked = container[kind]["httpGet"]
                 port = named.get(str(asked["port"]), str(asked["port"]))
                 openai = option(words, "--openai-port", "")
-                assert port == {"/health": openai, "/version": openai, "/v2/health/ready": http}[asked["path"]]
+                wanted = {"/health": openai, "/version": openai, "/v2/health/ready": http}
+                assert port == wanted[asked["path"]]
         if option(words, "--grpc-port", "8001") in named.values():
             assert option(words, "--triton-host", "") == "0.0.0.0", "--host leaves gRPC on loopback"
         start = container["startupProbe"]

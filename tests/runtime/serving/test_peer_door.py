@@ -17,7 +17,6 @@ from hemiola.runtime.errors import Failed, Refused
 from hemiola.runtime.serving import peer as peers
 from hemiola.runtime.serving.peer import Peer
 
-
 ASKED = b'{"prompt": [1], "cache_salt": ""}\n'
 
 

@@ -215,7 +215,8 @@ def test_a_number_that_no_json_has_is_written_into_prompts_and_answers(
     """Behind `parameters` nobody looks: the answer of the responses route was no JSON."""
     body = {"model": "tiny", "max_tokens": 5} | tool(parameters={"default": "HERE"})
     if route == "responses":
-        body = {"model": "tiny", "input": "hi", "tools": [{"type": "function"} | body["tools"][0]["function"]]}
+        flat = {"type": "function"} | body["tools"][0]["function"]
+        body = {"model": "tiny", "input": "hi", "tools": [flat]}
     text = json.dumps(body).replace('"HERE"', number)
     check(post(route, text), 400, f"the body holds the number {number}, which no JSON can say")
 
