@@ -35,6 +35,9 @@ class Refusal(Exception):
         super().__init__(why)
         self.status = status
 
+    def __reduce__(self) -> tuple[type["Refusal"], tuple[HTTPStatus, str]]:
+        return Refusal, (self.status, str(self))
+
 
 class RequestHead(NamedTuple):
     first_line: bytes

@@ -284,7 +284,7 @@ class ChatRequest(ApiRequest):
 Kind = TypeVar("Kind", bound=Body)
 
 
-def parse(kind: type[Kind], body: bytes) -> Kind:
+def parse(kind: type[Kind], body: bytes | bytearray) -> Kind:
     check_size("the body", body)
     try:
         request = kind.model_validate_json(body)
@@ -307,7 +307,7 @@ def _check_float(text: str) -> None:
         raise Refused("malformed", message=message, way_out="give a finite number, or null")
 
 
-def _refused(error: ValidationError, body: bytes, names: list[str]) -> Refused:
+def _refused(error: ValidationError, body: bytes | bytearray, names: list[str]) -> Refused:
     first = error.errors(include_url=False)[0]
     if first["type"] == "json_invalid":
         message = f"the body is not JSON ({first.get('ctx', {}).get('error')})"

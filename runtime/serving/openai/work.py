@@ -1,20 +1,30 @@
 """A body as requests to the engine: everything that its size makes dear, so that a thread may do it."""
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple, TypeVar
 
 from hemiola.runtime.api import SamplingParams
 from hemiola.runtime.errors import Refused, shown
 from hemiola.runtime.serving.openai.chat import render
+from hemiola.runtime.serving.openai.errors import named
 from hemiola.runtime.serving.openai.guide import guide
-from hemiola.runtime.serving.openai.model import ServedModel
+from hemiola.runtime.serving.openai.model import ServedModel, find_model
 from hemiola.runtime.serving.openai.prompt import PromptScores
 from hemiola.runtime.serving.openai.reply import ChatChoice, Choice, Reply, TextChoice
 from hemiola.runtime.serving.openai.response_reply import ResponseChoice, ResponseReply
 from hemiola.runtime.serving.openai.responses import ResponsesRequest
-from hemiola.runtime.serving.openai.schema import DEFAULT_MAX_TOKENS, ChatRequest, CompletionRequest
+from hemiola.runtime.serving.openai.schema import (
+    DEFAULT_MAX_TOKENS,
+    ApiRequest,
+    ChatRequest,
+    CompletionRequest,
+    StreamOptions,
+    parse,
+)
 from hemiola.runtime.serving.wire import Found
 
+Asked = TypeVar("Asked", bound=ApiRequest)
+REQUEST = 64  # tokens whose packing takes as long as the rest of a request's
 MOST_TOKENS = 2**23  # of all prompts of a body: each choice's is sent by itself, and the answer may repeat it
 
 
@@ -39,6 +49,38 @@ class Work(NamedTuple):
             for choice, (_, params) in zip(self.choices, self.asked, strict=True)
         )
         return sum(tokens)
+
+    @property
+    def num_sent(self) -> int:
+        """Tokens that go to the engine, and as many for each request as it is dear in itself."""
+        return sum(len(ids) + REQUEST for ids, _ in self.asked)
+
+
+class Prepared(NamedTuple):
+    """What is left of a body once it is read."""
+
+    options: StreamOptions | None  # of a stream of events
+    names: dict[str, str]  # of its fields
+    model: str
+    work: Work
+
+
+def prepare(
+    body: bytearray,
+    kind: type[Asked],
+    make: Callable[[ServedModel, Asked], Work],
+    models: Mapping[str, ServedModel],
+    most_requests: int,
+) -> Prepared:
+    request = parse(kind, body)
+    names = request.names()
+    options = (request.stream_options or StreamOptions()) if request.stream else None
+    model = find_model(models, request.model)
+    with named(names):
+        if request.num_requests > most_requests:
+            message = f"prompts x n is {request.num_requests}, the server takes {most_requests} at once"
+            raise Refused("too_long", "n", message=message, way_out="send fewer")
+        return Prepared(options, names, model.name, make(model, request))
 
 
 def completion(model: ServedModel, request: CompletionRequest) -> Work:

@@ -15,6 +15,7 @@ from kit.scripted_triton import ScriptedTriton, script
 from kit.served import until
 
 from hemiola.runtime.api import Logprob
+from hemiola.runtime.serving.aside import Aside
 from hemiola.runtime.serving.openai import app, readers, work
 from hemiola.runtime.serving.openai.body import Bodies
 from hemiola.runtime.serving.openai.front import Front
@@ -61,9 +62,9 @@ def test_a_body_is_held_until_its_answer_has_ended(
 ) -> None:
     """Some hundred answers at once, with 16 MB each, took all memory."""
     parsed: list[weakref.ref[Any]] = []
-    read, plain = Bodies.read, app.parse
+    read, plain = Bodies.read, work.parse
 
-    async def read_held(*given: Any) -> bytes:
+    async def read_held(*given: Any) -> Any:
         return Held(await read(*given))
 
     def parse(*given: Any) -> Any:
@@ -72,7 +73,7 @@ def test_a_body_is_held_until_its_answer_has_ended(
         return found
 
     monkeypatch.setattr(Bodies, "read", read_held)
-    monkeypatch.setattr(app, "parse", parse)
+    monkeypatch.setattr(work, "parse", parse)
     monkeypatch.setattr(Held, "num_left", 0)
     triton.script = script("a", "b")
     triton.gate.clear()
@@ -184,7 +185,9 @@ def test_a_large_body_holds_up_everybody_while_it_is_read(
     monkeypatch: pytest.MonkeyPatch,
     case: str,
 ) -> None:
-    monkeypatch.setattr(app, "parse", gate.around(app.parse))
+    """And Python's lock, if it is read in this process."""
+    monkeypatch.setattr(Aside, "run", gate.around(Aside.run))
+    monkeypatch.setattr(work, "parse", None)
     triton.script = script("ok")
     route, given = LARGE[case]
     front = start()
@@ -282,9 +285,7 @@ def test_a_long_prompt_waits_behind_the_largest(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     triton.script = script("ok")
-    plain = app.parse
-    held = gate.around(plain)
-    monkeypatch.setattr(app, "parse", lambda kind, body: (held if len(body) > 10**6 else plain)(kind, body))
+    monkeypatch.setattr(Aside, "run", gate.around(Aside.run))
     front = start()
     large = json.dumps({"model": "tiny", "prompt": [5] * 10**6}).encode()
     answers = [post(f"{front.url}/completions", large) for _ in range(4)]
@@ -303,8 +304,12 @@ def test_a_caller_that_left_is_read_on(
 ) -> None:
     """What it had sent is not even begun, if its thread was busy until then."""
     parsed: list[int] = []
-    plain = gate.around(app.parse)
-    monkeypatch.setattr(app, "parse", lambda kind, body: parsed.append(len(body)) or plain(kind, body))
+
+    def run(_: Aside, function: Callable[..., Any], body: bytearray, *arguments: Any) -> Any:
+        parsed.append(len(body))
+        return gate.around(function)(body, *arguments)
+
+    monkeypatch.setattr(Aside, "run", run)
     front = start()
     url, sent = f"{front.url}/completions", json.dumps({"model": "tiny", "prompt": [5] * 10**5}).encode()
     with ThreadPoolExecutor(1) as threads:
