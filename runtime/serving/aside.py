@@ -1,13 +1,16 @@
 """A process beside a server that reads large bodies: no stream waits for Python's lock meanwhile.
 
 It is started with the first of them. Its parent writes jobs to its stdin, and reads what came of them from
-its stdout: functions, arguments and results, pickled. It ends with its parent, whose end closes its stdin.
+its stdout: functions, arguments and results, pickled. It ends with its parent: when its stdin is closed, or by
+the kernel's signal while it works.
 """
 
+import ctypes
 import fcntl
 import io
 import os
 import pickle
+import signal
 import struct
 import subprocess
 import sys
@@ -23,6 +26,7 @@ from hemiola.runtime.errors import Lost
 
 COMMAND = (sys.executable, "-m", "hemiola.runtime.serving.aside")
 HEAD = struct.Struct("<QQ")  # bytes of what is pickled, and of the body behind it
+PR_SET_PDEATHSIG = 1
 NICE = 5  # streams go first
 PIPE_BYTES = 2**20
 ENDED = "the process that reads large bodies has ended; send the request again"
@@ -159,6 +163,7 @@ def main() -> None:
     jobs, results = (os.fdopen(os.dup(fd), mode, buffering=0) for fd, mode in ((0, "rb"), (1, "wb")))
     os.dup2(2, 1)  # whoever prints does not write into a result
     os.nice(NICE)
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     known = _read(jobs, {})[0]
     with suppress(EOFError, BrokenPipeError):  # the parent has ended, or has closed it
         while True:
