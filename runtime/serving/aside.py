@@ -1,7 +1,7 @@
 """A process beside a server that reads large bodies: no stream waits for Python's lock meanwhile.
 
 It is started with the first of them. Its parent writes jobs to its stdin, and reads what came of them from
-its stdout: functions, arguments and results, pickled. It ends with its parent: when its stdin is closed, or by
+its stdout: functions, arguments and results, pickled. It ends with its parent: as its stdin is closed, or by
 the kernel's signal while it works.
 """
 
@@ -162,9 +162,9 @@ def _done(
 def main() -> None:
     jobs, results = (os.fdopen(os.dup(fd), mode, buffering=0) for fd, mode in ((0, "rb"), (1, "wb")))
     os.dup2(2, 1)  # whoever prints does not write into a result
-    os.nice(NICE)
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     known = _read(jobs, {})[0]
+    os.nice(NICE)  # not before it has begun: the first body waits for that
     with suppress(EOFError, BrokenPipeError):  # the parent has ended, or has closed it
         while True:
             (function, arguments), body = _read(jobs, known)

@@ -150,7 +150,14 @@ def read_tensor(tensor: Any) -> Any:
 
 def _check_length(name: str, values: "np.ndarray[Any, Any]") -> None:
     """Before they are read, one by one: gRPC takes a message of any length."""
-    ours, num = ALIASES.get(name, name), len(values)
+    check_count(name, len(values))
+    if values.dtype == np.object_ and (size := sum(map(len, values.tolist()))) > MAX_BODY:
+        raise Refused("too_long", name, Amount(size, "bytes"), f"the limit is {MAX_BODY}", "send less")
+
+
+def check_count(name: str, num: int) -> None:
+    """Of the values of an input."""
+    ours = ALIASES.get(name, name)
     if ours not in LISTS and num != 1:
         raise Refused("too_long", name, Amount(num, "values"), way_out="give one")
     if ours == "input_ids" and num > MOST_VALUES:
@@ -161,8 +168,6 @@ def _check_length(name: str, values: "np.ndarray[Any, Any]") -> None:
     if ours != "input_ids" and num > MAX_ENTRIES:
         limit = f"at most {MAX_ENTRIES} are served"
         raise Refused("too_long", ours, Amount(num, "entries"), limit, "give fewer")
-    if values.dtype == np.object_ and (size := sum(map(len, values.tolist()))) > MAX_BODY:
-        raise Refused("too_long", name, Amount(size, "bytes"), f"the limit is {MAX_BODY}", "send less")
 
 
 def read_text(name: str, value: bytes) -> str:

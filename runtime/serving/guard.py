@@ -181,9 +181,9 @@ def check_content(body: bytearray, first_line: bytes) -> None:
     """What would end tritonserver, or what it would answer without a word of use."""
     check_size("the body", body)
     check_brackets("the body", body)
-    if GENERATE.fullmatch(first_line):
+    if route := GENERATE.fullmatch(first_line):
         try:
-            check_generate(body)
+            check_generate(body, one_response=route[1] is None)
         except Refused as error:
             raise Refusal(HTTPStatus.BAD_REQUEST, f"{REFUSED}{error}") from None
     else:
