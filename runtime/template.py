@@ -83,6 +83,9 @@ class ChatTemplate:
     def __init__(self, source: str) -> None:
         self.source = source
 
+    def __reduce__(self) -> tuple[type["ChatTemplate"], tuple[str]]:
+        return ChatTemplate, (self.source,)  # its code cannot be sent
+
     def render(self, variables: Mapping[str, object]) -> str:
         try:
             size = _size(list(variables.values()), float("inf"))

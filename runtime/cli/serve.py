@@ -75,6 +75,7 @@ def serve(
     server = Server(
         engines,
         host=triton_host(own, plan),
+        grpc_host=grpc_host(own),
         ports=ports,
         options=given(ServeConfig, options) | given(ModelSettings, options),
         settings_of=settings_of,
@@ -180,10 +181,15 @@ def triton_host(own: ServerOptions, plan: FrontPlan) -> str:
     return LOOPBACK if plan.options.openai_port is not None and plan.api_keys else own.host
 
 
+def grpc_host(own: ServerOptions) -> str:
+    """A request at that door can end the server (docs/security.md): others reach it only if asked for."""
+    return LOOPBACK if own.triton_host is None else own.triton_host
+
+
 def doors(server: "Server", front: "Front | None", api_keys: tuple[str, ...]) -> list[str]:
     """Who reaches each door, and with what."""
     doors = [(server.host, server.ports.http, "HTTP", "no key")]
-    doors += [(server.host, server.ports.grpc, "gRPC", "no key")]
+    doors += [(server.grpc_host, server.ports.grpc, "gRPC", "no key")]
     doors += [(server.host, server.ports.metrics, "metrics", "no key")]
     if front is not None:
         key = "a key for /v1, none for /health and /metrics" if api_keys else "no key"

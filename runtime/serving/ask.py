@@ -1,5 +1,6 @@
 """What a Triton request asks for, as far as it can be said without an engine: keys, other names, types."""
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -40,6 +41,7 @@ FIXED = {  # taken for TensorRT-LLM's sake, with the one value that is true here
     "return_num_output_tokens": True,
 }
 KEYS = (*PROMPTS, *FLAGS, "n", "timeout", *SAMPLING, "cancel", *ALIASES, *FIXED)
+TOKEN_ID = re.compile(r"-?[0-9]{1,19}", re.ASCII)
 LISTS = {"input_ids", "stop", "stop_token_ids", "bad_words", "cancel"}
 JSON = {  # keys that are JSON texts, such as these
     "logit_bias": '{"5": -100}',
@@ -148,7 +150,14 @@ def read_tensor(tensor: Any) -> Any:
 
 def _check_length(name: str, values: "np.ndarray[Any, Any]") -> None:
     """Before they are read, one by one: gRPC takes a message of any length."""
-    ours, num = ALIASES.get(name, name), len(values)
+    check_count(name, len(values))
+    if values.dtype == np.object_ and (size := sum(map(len, values.tolist()))) > MAX_BODY:
+        raise Refused("too_long", name, Amount(size, "bytes"), f"the limit is {MAX_BODY}", "send less")
+
+
+def check_count(name: str, num: int) -> None:
+    """Of the values of an input."""
+    ours = ALIASES.get(name, name)
     if ours not in LISTS and num != 1:
         raise Refused("too_long", name, Amount(num, "values"), way_out="give one")
     if ours == "input_ids" and num > MOST_VALUES:
@@ -159,8 +168,6 @@ def _check_length(name: str, values: "np.ndarray[Any, Any]") -> None:
     if ours != "input_ids" and num > MAX_ENTRIES:
         limit = f"at most {MAX_ENTRIES} are served"
         raise Refused("too_long", ours, Amount(num, "entries"), limit, "give fewer")
-    if values.dtype == np.object_ and (size := sum(map(len, values.tolist()))) > MAX_BODY:
-        raise Refused("too_long", name, Amount(size, "bytes"), f"the limit is {MAX_BODY}", "send less")
 
 
 def read_text(name: str, value: bytes) -> str:
@@ -197,8 +204,11 @@ def parse_once(name: str, text: str) -> Any:
 
 
 def read_biases(given: Mapping[str, Any]) -> dict[int, Any]:
+    """ValueError for a key that is no id: `int` would take "1_0" for 10."""
     biases: dict[int, Any] = {}
     for key, bias in given.items():
+        if TOKEN_ID.fullmatch(key) is None:
+            raise ValueError(f"{key[:80]!r}")
         if (token_id := int(key)) in biases:
             message = f"logit_bias has two keys for token id {token_id}"
             raise Refused("conflict", "logit_bias", message=message, way_out="give one")

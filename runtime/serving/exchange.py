@@ -84,7 +84,9 @@ class Exchange:
         server: str = "the server",  # in messages
         reason: Callable[[], str] = str,  # why the server ends, once it does
     ) -> None:
-        self._stream, self._request, self._take = stream, request, take
+        self._stream, self._take = stream, take
+        self._request: Any = request  # until it is sent: an answer may take minutes, and need not hold it
+        self._model, self._id = request.model_name, request.id
         self._server, self._reason = server, reason
         self.ended = False  # the last reply has come
 
@@ -98,11 +100,13 @@ class Exchange:
         except asyncio.CancelledError:
             await self._fail(self._lost(f"{self._server} does not answer"))
         except Exception as error:
-            log.exception("request %s", self._request.id)
+            log.exception("request %s", self._id)
             await self._fail(error)
 
     async def _read(self) -> None:
-        await self._stream.send(self._request)
+        request, self._request = self._request, None
+        await self._stream.send(request)
+        del request
         while (response := await self._stream.read()) is not None:
             if response.infer_response.id == CANCEL:
                 continue
@@ -130,7 +134,7 @@ class Exchange:
 
     async def cancel(self) -> None:
         """Ask the server to end the request; the stream then ends soon."""
-        await self._stream.send(cancellation(self._request.model_name, self._request.id), last=True)
+        await self._stream.send(cancellation(self._model, self._id), last=True)
 
 
 class Source(Protocol):

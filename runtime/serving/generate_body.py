@@ -10,11 +10,11 @@ from typing import Any, NamedTuple
 
 from hemiola.runtime.errors import Amount, Name, Refused
 from hemiola.runtime.json_file import Repeated, parse_json
-from hemiola.runtime.serving.ask import JSON
+from hemiola.runtime.serving.ask import ALIASES, JSON, check_count
 from hemiola.runtime.serving.error_text import KINDS
 from hemiola.runtime.serving.tritonserver import find_model
 
-GENERATE = re.compile(rb"POST /v2/models/[^/? ]+(?:/versions/[^/? ]+)?/generate(?:_stream)?[ ?].*")
+GENERATE = re.compile(rb"POST /v2/models/[^/? ]+(?:/versions/[^/? ]+)?/generate(_stream)?[ ?].*")
 INPUT = re.compile(r'^ +\{ name: "(\w+)" +data_type: TYPE_(\w+) +dims: \[ (-?1) \]', re.MULTILINE)
 SURROGATE = re.compile("[\ud800-\udfff]")
 WANTED = {"INT64": "a whole number", "FP32": "a number", "BOOL": "true or false", "STRING": "a text"}
@@ -35,7 +35,11 @@ def inputs() -> dict[str, Input]:
     return {name: Input(kind, dims == "-1") for name, kind, dims in INPUT.findall(text)}
 
 
-def check_generate(body: bytes | bytearray) -> None:
+MOST_KEYS = 128  # tritonserver's time grows with the square of their number: 40,000 held up all for 12 s
+MOST_ID = 1024  # characters; each response repeats it
+
+
+def check_generate(body: bytes | bytearray, one_response: bool = False) -> None:
     """Raises Refused, in the model's words."""
     try:
         asked = parse_json(body.decode("utf-8-sig", errors="replace"), unique=True)
@@ -47,15 +51,28 @@ def check_generate(body: bytes | bytearray) -> None:
         ) from None
     if not isinstance(asked, dict):
         raise Refused("wrong_type", "the body", asked, way_out="send an object")
+    _check_keys("the body", asked)
     for name, value in asked.items():
         if name in inputs():
             _check_tensor(name, value, inputs()[name])
         elif name == "id":
             _check(name, value, "STRING")
+            if len(value) > MOST_ID:
+                size = Amount(len(value), "characters")
+                raise Refused("too_long", "id", size, f"the limit is {MOST_ID}", "give a shorter one")
         elif name == "parameters":
             _check_parameters(value)
         else:
             _check_parameter(name, value)
+        if one_response and ALIASES.get(name, name) == "stream" and value in (True, [True]):
+            limit, way_out = "but generate sends one response", "use generate_stream, or leave it out"
+            raise Refused("conflict", name, True, limit, way_out)
+
+
+def _check_keys(what: str, given: Mapping[str, object]) -> None:
+    if len(given) > MOST_KEYS:
+        message = f"{what} has {len(given)} keys, the limit is {MOST_KEYS}"
+        raise Refused("too_long", message=message, way_out="leave those out that mean nothing")
 
 
 def _check_tensor(name: str, value: object, own: Input) -> None:
@@ -70,6 +87,8 @@ def _check_tensor(name: str, value: object, own: Input) -> None:
         return
     if not own.is_list and len(value) != 1:
         raise Refused("too_long", name, Amount(len(value), "values"), way_out="give one")
+    if own.is_list:
+        check_count(name, len(value))
     for at, entry in enumerate(value):
         if not _fits(entry, own.kind):
             _check(f"{name}[{at}]", entry, own.kind)
@@ -78,6 +97,7 @@ def _check_tensor(name: str, value: object, own: Input) -> None:
 def _check_parameters(value: object) -> None:
     if not isinstance(value, Mapping):
         raise Refused("wrong_type", "parameters", value, way_out="give an object")
+    _check_keys("parameters", value)
     for name, own in value.items():
         _check_parameter(name, own)
 

@@ -16,9 +16,10 @@ from functools import partial
 from http import HTTPStatus
 from pathlib import Path
 
-from hemiola.runtime.errors import Refused
+from hemiola.runtime.errors import Lost, Refused
 from hemiola.runtime.json_file import Repeated, parse_json
 from hemiola.runtime.serving import arrival, ending
+from hemiola.runtime.serving.aside import Aside
 from hemiola.runtime.serving.door import FLUSH_S, Door
 from hemiola.runtime.serving.generate_body import GENERATE, REFUSED, check_generate
 from hemiola.runtime.serving.http_request import (
@@ -30,7 +31,7 @@ from hemiola.runtime.serving.http_request import (
     read_body,
     read_head,
 )
-from hemiola.runtime.serving.json_size import check_brackets, check_size
+from hemiola.runtime.serving.json_size import check_brackets, check_size, is_dear
 from hemiola.runtime.serving.ports import Ports, bind
 from hemiola.runtime.serving.relay import exchange, left
 
@@ -57,6 +58,7 @@ class Guard(Door):
         self._num_bytes = 0  # of bodies that have not gone on yet
         self._reading: set[asyncio.Task[None]] = set()  # connections whose request is not whole
         self._answering: set[asyncio.Task[None]] = set()
+        self._aside = Aside()
         super().__init__("http-guard", sockets, logging.getLogger("hemiola.http"))
 
     def start(self, targets: Mapping[str, Path]) -> None:
@@ -76,6 +78,7 @@ class Guard(Door):
         await self._ending.wait()
         for task in self._reading:
             task.cancel()
+        self._aside.close()
         if self._answering:
             await asyncio.wait(set(self._answering), timeout=FLUSH_S)
 
@@ -141,10 +144,12 @@ class Guard(Door):
                     body += piece
                     self._num_bytes += len(piece)
                     self._check(len(body))
-            if len(body) > SMALL_BODY:  # whose reading would hold up all answers
-                await asyncio.to_thread(check_content, head.first_line, body)
+            if is_dear(body):  # whose reading would hold up all answers
+                await asyncio.to_thread(self._aside.run, check_content, body, head.first_line)
+            elif len(body) > SMALL_BODY:
+                await asyncio.to_thread(check_content, body, head.first_line)
             else:
-                check_content(head.first_line, body)
+                check_content(body, head.first_line)
             return bytes(body)
         except TimeoutError:
             raise Refusal(HTTPStatus.REQUEST_TIMEOUT, f"the body {LATE}") from None
@@ -154,6 +159,8 @@ class Guard(Door):
             raise Refusal(HTTPStatus.BAD_REQUEST, f"the body {CUT}") from None
         except Refused as error:
             raise Refusal(HTTPStatus.BAD_REQUEST, str(error)) from None
+        except Lost as error:
+            raise Refusal(HTTPStatus.SERVICE_UNAVAILABLE, str(error)) from None
         finally:
             self._num_bytes -= len(body)
 
@@ -170,13 +177,13 @@ def too_large() -> Refusal:
     return Refusal(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, why)
 
 
-def check_content(first_line: bytes, body: bytearray) -> None:
+def check_content(body: bytearray, first_line: bytes) -> None:
     """What would end tritonserver, or what it would answer without a word of use."""
     check_size("the body", body)
     check_brackets("the body", body)
-    if GENERATE.fullmatch(first_line):
+    if route := GENERATE.fullmatch(first_line):
         try:
-            check_generate(body)
+            check_generate(body, one_response=route[1] is None)
         except Refused as error:
             raise Refusal(HTTPStatus.BAD_REQUEST, f"{REFUSED}{error}") from None
     else:

@@ -12,6 +12,9 @@ MAX_HEAD = 2**16  # bytes
 MAX_LINE = 8000  # bytes of one of its lines; tritonserver closes a connection with a longer one unanswered
 MAX_BODY = 16 * 2**20
 MOST_TRAILERS = 100
+MOST_EMPTY = 8  # lines before the first
+MOST_CHUNKS = 2**16  # of a body; each costs some microseconds
+IN_A_TURN = 64  # chunks that are read before the loop serves others: none of those that are there waits
 CUT = "is cut: the connection ends before it does; send all of it"
 CHUNK = 2**16  # bytes that are read at once
 OURS = {
@@ -32,6 +35,9 @@ class Refusal(Exception):
         super().__init__(why)
         self.status = status
 
+    def __reduce__(self) -> tuple[type["Refusal"], tuple[HTTPStatus, str]]:
+        return Refusal, (self.status, str(self))
+
 
 class RequestHead(NamedTuple):
     first_line: bytes
@@ -43,8 +49,9 @@ class RequestHead(NamedTuple):
 async def read_head(reader: asyncio.StreamReader) -> RequestHead:
     """Line by line, so that a bare LF is refused at once. Empty lines may stand before the first line."""
     first_line = b""
-    while not first_line:
-        first_line = await _line(reader, HTTPStatus.REQUEST_URI_TOO_LONG, "the first line")
+    for _ in range(MOST_EMPTY + 1):
+        if first_line := await _line(reader, HTTPStatus.REQUEST_URI_TOO_LONG, "the first line"):
+            break
     first = FIRST_LINE.fullmatch(first_line)
     if first is None:
         raise Refusal(HTTPStatus.BAD_REQUEST, "the first line is no HTTP; send METHOD /PATH HTTP/1.1")
@@ -121,12 +128,17 @@ async def _pieces(reader: asyncio.StreamReader, length: int) -> AsyncIterator[by
 
 async def _chunks(reader: asyncio.StreamReader) -> AsyncIterator[int]:
     """The lengths of a chunked body's chunks; whoever asks for the next has read the one before."""
-    while True:
+    for number in range(MOST_CHUNKS + 1):
+        if number % IN_A_TURN == 0:
+            await asyncio.sleep(0)
         length_line = CHUNK_LENGTH.fullmatch(await reader.readuntil(b"\n"))
         if length_line is None:
             raise Refusal(HTTPStatus.BAD_REQUEST, "a chunk of the body has no length; correct it")
         if not (length := int(length_line.group(1), 16)):
             break
+        if number == MOST_CHUNKS:
+            why = f"the body comes in more than {MOST_CHUNKS} chunks; send larger ones"
+            raise Refusal(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, why)
         yield length
         if await reader.readexactly(2) != b"\r\n":
             raise Refusal(HTTPStatus.BAD_REQUEST, "a chunk of the body is longer than it says; correct it")

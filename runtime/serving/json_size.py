@@ -9,6 +9,7 @@ from hemiola.runtime.errors import Refused
 
 MOST_VALUES = 2**20  # ids of a prompt among them; about 0.5 us each
 MOST_NAMES = 2**16  # and objects and lists; about 10 us each
+MUCH = (2**18, 2**15, 2**12)  # bytes, values, names: more would hold Python's lock for milliseconds
 MOST_BRACKETS = 2**10  # of a request to tritonserver, whose values are flat
 STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"?', re.DOTALL)
 
@@ -27,6 +28,15 @@ def check_size(what: str, text: bytes | bytearray) -> None:
         if count > most:
             message = f"{what} holds {count} {kind}, the limit is {most}"
             raise Refused("too_long", message=message, way_out="send less")
+
+
+def is_dear(text: bytes | bytearray) -> bool:
+    """Whether another process should read it (aside.py)."""
+    most_bytes, most_values, most_names = MUCH
+    if len(text) <= most_names or len(text) > most_bytes:
+        return len(text) > most_bytes
+    num_values, num_names = _count(text)
+    return num_values > most_values or num_names > most_names
 
 
 def check_brackets(what: str, text: bytes | bytearray) -> None:

@@ -60,6 +60,7 @@ class Server:
         engines: Mapping[str, Path],  # model name -> engine directory
         *,
         host: str = "127.0.0.1",
+        grpc_host: str | None = None,  # None: the same
         ports: Ports = ANY_PORTS,
         options: Mapping[str, Any] | None = None,  # settings.py, the same for every model
         settings_of: Mapping[str, Mapping[str, Any]] | None = None,  # by model; they override options
@@ -74,6 +75,7 @@ class Server:
     ) -> None:
         self.engines = dict(engines)
         self.host = address_of(host)
+        self.grpc_host = self.host if grpc_host is None else address_of(grpc_host)
         self._wanted = self.ports = ports  # `check` chooses those that are 0
         self._settings = {
             name: {**(options or {}), **(settings_of or {}).get(name, {}), "engine_dir": str(path.resolve())}
@@ -82,7 +84,7 @@ class Server:
         for chosen in self._settings.values():
             settings.split(chosen)  # refused here, not by each model
         self._models_file = models_file
-        self._switches = Switches(self.engines, self.host, control_key, exit_timeout_s, log_verbose)
+        self._switches = Switches(self.engines, self.grpc_host, control_key, exit_timeout_s, log_verbose)
         self._hang_timeout_s = hang_timeout_s
         self.num_restarts = 0
         self.door_key = secrets.token_hex(16)  # of its doors, which date requests (arrival.py)
@@ -100,19 +102,15 @@ class Server:
 
     @property
     def http_url(self) -> str:
-        return f"http://{self._reachable}:{self.ports.http}"
+        return f"http://{reachable(self.host)}:{self.ports.http}"
 
     @property
     def grpc_url(self) -> str:
-        return f"{self._reachable}:{self.ports.grpc}"
+        return f"{reachable(self.grpc_host)}:{self.ports.grpc}"
 
     @property
     def metrics_url(self) -> str:
-        return f"http://{self._reachable}:{self.ports.metrics}/metrics"
-
-    @property
-    def _reachable(self) -> str:
-        return "127.0.0.1" if self.host == "0.0.0.0" else self.host
+        return f"http://{reachable(self.host)}:{self.ports.metrics}/metrics"
 
     def __enter__(self) -> "Server":
         try:
@@ -141,7 +139,7 @@ class Server:
         self._triton = find_triton(self._tritonserver)
         self._environment = server_environment()
         check_python(self._triton, self._environment)
-        self.ports = choose_ports(self.host, self._wanted)
+        self.ports = choose_ports(self.host, self._wanted, self.grpc_host)
         return self._triton
 
     def _start_first(self) -> None:
@@ -152,11 +150,11 @@ class Server:
                     return self.start(display)
             except Refused as error:
                 self.kill()
-                taken = 0 in self._wanted and not are_free(self.host, self.ports)
+                taken = 0 in self._wanted and not are_free(self.host, self.ports, self.grpc_host)
                 if not left or not (taken or isinstance(error, NeverOpened)):
                     raise
                 if taken:
-                    self.ports = choose_ports(self.host, self._wanted)
+                    self.ports = choose_ports(self.host, self._wanted, self.grpc_host)
                 else:
                     self.printer.say(f"lost: {error}\nstarting again\n")
 
@@ -387,6 +385,11 @@ class Server:
             self._home.remove()
             self._home = None
         self.printer.flush()
+
+
+def reachable(host: str) -> str:
+    """An address of this machine at which it answers there."""
+    return "127.0.0.1" if host == "0.0.0.0" else host
 
 
 def _lost(num: int, reason: str) -> str:

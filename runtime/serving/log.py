@@ -10,7 +10,8 @@ from collections import deque
 
 from hemiola.runtime.errors import counted
 
-HARMLESS = "CudaDriverHelper has not been initialized"  # an error, wherever there is no GPU
+# An error, wherever there is no GPU; and a warning for each connection to a socket of ours.
+HARMLESS = re.compile("CudaDriverHelper has not been initialized|NODELAY NOT SUPPORTED")
 # Not for operators; the last is gRPC's, whose port the launcher closes before the server does (listener.py).
 QUIET = r"[IW]\d{4} |Signal \(|E\d{4} .* Failed accept4: Invalid argument"
 REQUEST = r"request ['\"].*['\"]: \w+, \d+ tokens in"  # a line of --log-requests (stream.py)
@@ -119,7 +120,7 @@ class Log:
         Of one that has ended, all is read first, if that takes no longer.
         """
         self.thread.join(wait_s)
-        lines = [line for line in self._lines if HARMLESS not in line and not re.match(REQUEST, line)]
+        lines = [line for line in self._lines if not (HARMLESS.search(line) or re.match(REQUEST, line))]
         text = "".join(lines)
         model = r"failed to load '(.*?)' version 1: (?:Internal: TritonModelException: )?(.*?)(?:\\n|\"?\n)"
         reasons = [": ".join(parts) for parts in re.findall(model, text)]

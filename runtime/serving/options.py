@@ -17,8 +17,8 @@ class ServerOptions(Strict):
     )
     triton_host: str | None = Field(
         default=None,
-        description="address of the HTTP, gRPC and metrics ports, which ask for no key (default: that of"
-        " --host, or 127.0.0.1 if the OpenAI API has a key)",
+        description="address of the HTTP, gRPC and metrics ports, which ask for no key (default: of HTTP and"
+        " metrics that of --host, or 127.0.0.1 if the OpenAI API has a key; of gRPC 127.0.0.1)",
     )
     http_port: int = Field(
         default=8000, ge=0, le=MOST_PORT, description="port of HTTP; 0: any free port, here and below"
@@ -32,7 +32,9 @@ class ServerOptions(Strict):
         le=MOST_SECONDS,
         description="seconds that requests in flight have to finish after SIGTERM",
     )
-    restart: int = Field(0, ge=0, description="maximum of restarts in a row after a server was lost")
+    restart: int = Field(
+        5, ge=0, description="maximum of restarts in a row after a server was lost; 0: it ends"
+    )
     hang_timeout: float = Field(  # less than some heartbeats would end engines that are well
         default=30,
         ge=1,

@@ -11,6 +11,7 @@ replicas in a network of their own.
 """
 
 import base64
+import itertools
 import json
 import logging
 import select
@@ -33,6 +34,8 @@ PATIENCE = 30.0  # seconds that a peer has for its part
 MOST_LINE = 2**23  # bytes: of 800,000 ids
 MOST_BYTES = 2**36  # of a prefix
 MOST_AT_ONCE = 4  # exports
+MOST_ASKED = 64  # that wait for one of these places; others are refused
+MOST_SILENT = 128  # connections that have not asked yet; of more the oldest is closed
 PIECE = 2**24  # bytes of one transfer: a copy that a transport makes at once holds Python's lock
 POLL = 0.0005  # seconds
 PAUSE = 0.1  # after a peer that could not be let in
@@ -57,6 +60,8 @@ class Peer:
         self._reading: defaultdict[str, threading.Lock] = defaultdict(threading.Lock)  # by address
         self._closing = False
         self._places = threading.BoundedSemaphore(MOST_AT_ONCE)
+        self._asked = threading.BoundedSemaphore(MOST_AT_ONCE + MOST_ASKED)
+        self._silent: dict[int, socket.socket] = {}  # by number, the oldest first
         self._listener: socket.socket | None = None
         self.address = ""
         if export is not None:
@@ -100,6 +105,8 @@ class Peer:
             with suppress(OSError):
                 self._listener.shutdown(socket.SHUT_RDWR)
             self._listener.close()
+        for number in list(self._silent):
+            _hang_up(self._silent.pop(number, None))
         for _ in range(MOST_AT_ONCE):
             self._places.acquire(timeout=PATIENCE)
 
@@ -175,12 +182,10 @@ class Peer:
 
     def _accept(self, listener: socket.socket, export: Export) -> None:
         warned = False  # since the last one that was let in
-        while True:
-            self._places.acquire()
+        for number in itertools.count():
             try:
                 connection, _ = listener.accept()
             except OSError as error:  # it is closed, or this process has no descriptor left for now
-                self._places.release()
                 if self._closing:
                     return
                 if not warned:
@@ -189,26 +194,40 @@ class Peer:
                 time.sleep(PAUSE)
                 continue
             warned = False
-            threading.Thread(target=self._serve, args=(connection, export), daemon=True).start()
+            self._silent[number] = connection
+            if len(silent := list(self._silent)) > MOST_SILENT:  # who asks does so at once
+                _hang_up(self._silent.pop(silent[0], None))
+            threading.Thread(target=self._serve, args=(number, connection, export), daemon=True).start()
 
-    def _serve(self, connection: socket.socket, export: Export) -> None:
+    def _serve(self, number: int, connection: socket.socket, export: Export) -> None:
         try:
             with connection:
-                self._answer_one(connection, export)
+                try:
+                    line = _line(connection, time.monotonic() + PATIENCE)
+                finally:
+                    self._silent.pop(number, None)
+                self._answer_in_turn(connection, line, export)
         except OSError as error:
             log.warning("a peer that asked for a prefix is gone: %s", one_line(error))
         except Exception:
             log.exception("a prefix could not be sent to a peer")
-        finally:
-            self._places.release()
 
-    def _answer_one(self, connection: socket.socket, export: Export) -> None:
+    def _answer_in_turn(self, connection: socket.socket, line: bytes, export: Export) -> None:
+        if not self._asked.acquire(blocking=False):
+            _refuse(connection, Failed(f"{MOST_ASKED} others wait for a prefix; ask again in a moment"))
+            return
         try:
-            line = _line(connection, time.monotonic() + PATIENCE)
+            with self._places:
+                if not self._closing:
+                    self._answer_one(connection, line, export)
+        finally:
+            self._asked.release()
+
+    def _answer_one(self, connection: socket.socket, line: bytes, export: Export) -> None:
+        try:
             packed = np.frombuffer(_exported(line, export), np.uint8)
         except (Refused, Failed) as error:
-            code = error.code if isinstance(error, Refused) else "failed"
-            connection.sendall(json.dumps({"refused": str(error), "code": code}).encode() + b"\n")
+            _refuse(connection, error)
             return
         with self._registered(packed) as memory:
             with self._lock:
@@ -224,6 +243,18 @@ class Peer:
                     return
                 with self._lock:
                     self._agent.get_new_notifs()  # moves what is under way
+
+
+def _hang_up(connection: socket.socket | None) -> None:
+    """The thread that reads it ends. None: it has asked just now."""
+    with suppress(OSError):  # it has ended by itself
+        if connection is not None:
+            connection.shutdown(socket.SHUT_RDWR)
+
+
+def _refuse(connection: socket.socket, error: Refused | Failed) -> None:
+    code = error.code if isinstance(error, Refused) else "failed"
+    connection.sendall(json.dumps({"refused": str(error), "code": code}).encode() + b"\n")
 
 
 def _agent() -> Any:

@@ -49,21 +49,21 @@ def _is_ipv6(host: str) -> bool:
     return True
 
 
-def choose_ports(host: str, wanted: Ports) -> Ports:
-    """Free ports, each checked by binding it; refuses one that is taken."""
+def choose_ports(host: str, wanted: Ports, grpc_host: str | None = None) -> Ports:
+    """Free ports, each checked by binding it; refuses one that is taken. grpc_host: if it is another."""
     held: list[socket.socket] = []
     try:
         for name, port in wanted._asdict().items():
-            held.append(bind(host, port, name, listens=True))
+            held.append(bind(grpc_host or host if name == "grpc" else host, port, name, listens=True))
         return Ports(*(bound.getsockname()[1] for bound in held))
     finally:
         for bound in held:
             bound.close()
 
 
-def are_free(host: str, ports: Ports) -> bool:
+def are_free(host: str, ports: Ports, grpc_host: str | None = None) -> bool:
     try:
-        choose_ports(host, ports)
+        choose_ports(host, ports, grpc_host)
     except Refused:
         return False
     return True

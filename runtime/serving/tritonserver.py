@@ -44,7 +44,7 @@ class Switches(NamedTuple):
     """What a tritonserver is started with, besides its folders and ports."""
 
     engines: Collection[str]
-    host: str
+    grpc_host: str
     control_key: str  # who has it may load and unload models; "": nobody
     exit_timeout_s: int
     log_verbose: bool
@@ -63,7 +63,7 @@ def command_line(triton: Triton, home: Home, ports: Ports, switches: Switches) -
         *([f"--load-model={name}" for name in switches.engines] if key else []),
         f"--http-address=unix:{home.doors / 'http'}",
         f"--http-port={ports.http}",
-        f"--grpc-address={switches.host}",
+        f"--grpc-address={switches.grpc_host}",
         f"--grpc-port={ports.grpc}",
         f"--http-header-forward-pattern={arrival.NAME}",
         f"--metrics-address=unix:{home.doors / 'metrics'}",

@@ -62,10 +62,11 @@ class Wire:
             request.parameters[arrival.NAME].string_param = arrival.make_mark(self._door_key, begun)
         return requests
 
-    def ask(self, requests: Sequence[Any]) -> "Answers":
-        """Starts each of these."""
+    def ask(self, requests: list[Any]) -> "Answers":
+        """Starts each of these, which are taken out: an answer may take minutes, and need not hold them."""
         answers = Answers(len(requests))
-        answers.exchanges = [self.begin(request, i, answers.take) for i, request in enumerate(requests)]
+        taken = (requests.pop(0) for _ in range(len(requests)))
+        answers.exchanges = [self.begin(request, i, answers.take) for i, request in enumerate(taken)]
         self._answers.add(answers)
         return answers
 

@@ -87,7 +87,7 @@ def test_sigint_in_the_background_is_ignored_and_one_that_comes_twice_ends_strea
 
 
 def test_killed_tritonserver_ends_the_command_and_the_engine_with_it(engine_dirs: dict[str, Path]) -> None:
-    with Served(f"--engine-dir={engine_dirs['hemiola']}") as served:
+    with Served(f"--engine-dir={engine_dirs['hemiola']}", "--restart=0") as served:
         home = home_of(served.process)
         (server, *others) = descendants(served.process.pid)
         assert others, "the engine runs in a process of its own"

@@ -20,7 +20,7 @@ import requests
 from kit.sabotage import POISON, sabotaged
 from kit.served import ENVIRONMENT, SERVE, Served, descendants, until
 from kit.triton_calls import joined, post, scrape
-from tritonclient.grpc import InferenceServerClient, InferInput
+from tritonclient.grpc import InferenceServerClient, InferInput, InferRequestedOutput
 from tritonclient.utils import InferenceServerException
 
 from hemiola.runtime.api import Piece, SamplingParams
@@ -117,6 +117,30 @@ def test_streams_of_what_is_lost_end_and_it_comes_back(
     assert max(value for (name, _), value in page.items() if name == "hemiola_restarts_total") >= 1
 
 
+def test_a_grpc_request_ends_the_server_for_good_or_without_a_word(served: Served, llm: LLM) -> None:
+    """tritonserver 2.51 dies of it: so that door is on loopback (test_serve.py)."""
+    said = len(served.said)
+    body = {"text_input": "in flight", "max_tokens": 900, "ignore_eos": True, "num_drafts": 0, "stream": True}
+    url = f"{served.http_url}/v2/models/second/generate_stream"
+    begun = [requests.post(url, json=body, stream=True, timeout=300) for _ in range(16)]
+    text = InferInput("text_input", [1], "BYTES")
+    text.set_data_from_numpy(np.array([b"a"], object))
+    theirs = InferenceServerClient(served.grpc_url)
+    theirs.start_stream(lambda result, error: None)
+    theirs.async_stream_infer("hemiola", [text], outputs=[InferRequestedOutput("text_output", class_count=1)])
+    lasts = [[line for line in stream.iter_lines() if line][-1].decode() for stream in begun]
+    ends = [json.loads(last.removeprefix("data: ")) for last in lasts]
+    assert all("error" in end or end.get("finish_reason") == "length" for end in ends), ends
+    assert any(end.get("error", "").startswith("tritonserver ended") for end in ends), ends
+    theirs.close()
+    works_again(served, llm)
+    until(lambda: "ready again" in served.said[said:])
+    assert re.search(r"lost: tritonserver ended by itself with -\d+: ", served.said[said:]), served.said[
+        said:
+    ]
+    assert "NODELAY" not in served.said[said:], "a warning that means nothing is the reason"
+
+
 def test_an_engine_whose_guard_was_killed_is_unguarded(served: Served) -> None:
     engine = served.pid("models/second/")
     for count in (1, 2):
@@ -127,7 +151,7 @@ def test_an_engine_whose_guard_was_killed_is_unguarded(served: Served) -> None:
 
 
 def test_without_restart_a_dead_engine_ends_the_command(engine_dirs: dict[str, Path]) -> None:
-    with Served(f"--engine-dir={engine_dirs['hemiola']}") as alone:
+    with Served(f"--engine-dir={engine_dirs['hemiola']}", "--restart=0") as alone:
         lost_stream(alone, "hemiola", lambda: os.kill(alone.pid(), signal.SIGKILL))
         status, _, _ = alone.ended()
     assert status == 1

@@ -63,8 +63,11 @@ def test_containers_run_the_command_with_options_and_ports_that_there_are() -> N
             if kind in container:
                 asked = container[kind]["httpGet"]
                 port = named.get(str(asked["port"]), str(asked["port"]))
-                wanted = {"/health": option(words, "--openai-port", ""), "/v2/health/ready": http}
-                assert port == (wanted | {"/v2/health/live": http})[asked["path"]]
+                openai = option(words, "--openai-port", "")
+                wanted = {"/health": openai, "/version": openai, "/v2/health/ready": http}
+                assert port == wanted[asked["path"]]
+        if option(words, "--grpc-port", "8001") in named.values():
+            assert option(words, "--triton-host", "") == "0.0.0.0", "--host leaves gRPC on loopback"
         start = container["startupProbe"]
         assert start["periodSeconds"] * start["failureThreshold"] > 300, "--start-timeout ends it before"
 

@@ -19,6 +19,7 @@ from hemiola.runtime.serving.openai.model import ServedModel
 from hemiola.runtime.serving.openai.response_reply import ResponseChoice, ResponseReply
 from hemiola.runtime.serving.openai.responses import ResponsesRequest
 from hemiola.runtime.serving.openai.schema import ApiRequest, ChatRequest, CompletionRequest, parse
+from hemiola.runtime.serving.openai.work import check_total
 from hemiola.runtime.text import Text
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -106,6 +107,10 @@ def response(**values: Any) -> None:
     request.chat().params(request.max_output_tokens or 16, None)
 
 
+def prompts(num_tokens: int, num_scored: int) -> None:
+    check_total(num_tokens, 64, num_scored)
+
+
 def repeated(**values: Any) -> None:
     model = ServedModel("m", 64, "identity", None, 1)
     request = parse(ResponsesRequest, json.dumps({"model": "m", "input": "a"} | values).encode())
@@ -175,6 +180,7 @@ LIMITS: list[tuple[str, int, Callable[..., object], dict[str, Any], dict[str, An
     ("metadata", 2**21, repeated, {"metadata": {"a": "a" * (2**21 - 1000)}}, {"metadata": {"a" * 2**21: ""}}),
     ("messages", 16, rendered, {"roles": 16}, {"roles": 17}),
     ("n", 64, triton, {"n": 64}, {"n": 65}),
+    ("n", 2**23, prompts, {"num_tokens": 2**16, "num_scored": 0}, {"num_tokens": 2**16, "num_scored": 1}),
     ("n", 128, completion, {"n": 128}, {"n": 129}),
     ("timeout", 2**63, triton, {"timeout": 2**63}, {"timeout": 2**63 + 1}),
     ("cancel", 1024, triton, {"cancel": ["a"] * 1024}, {"cancel": ["a"] * 1025}),

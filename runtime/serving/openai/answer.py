@@ -51,6 +51,7 @@ class Splitter:
         self._trims = expected.thinking  # line breaks before the next character are dropped
         self._opened = self._closing = ""  # around calls; the first only until a call was read
         self._call: XmlCall | JsonCall | None = None
+        self._types: dict[tuple[str, str], frozenset[str]] = {}  # of arguments
         self._one_call = expected.one_call
         self._forced = expected.forced
         self._drops = False  # the call that is being read
@@ -144,7 +145,7 @@ class Splitter:
             self._where, self._call, self._white = "call", JsonCall(), []
         elif text.startswith("<function="):
             self._text = text.removeprefix("<function=")
-            self._where, self._call, self._white = "call", XmlCall(self._tools or {}), []
+            self._where, self._call, self._white = "call", XmlCall(self._tools or {}, self._types), []
         elif text and not may_begin(text, [self._closing, "<function="]):
             yield AnswerPart("content", self._opened)  # no call follows: it was meant as text
             self._text, self._white = "".join([*self._white, text]), []

@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import hmac
-import json
 import logging
 import os
 import time
@@ -16,29 +15,32 @@ import aiohttp
 from aiohttp import web
 
 from hemiola import __version__
-from hemiola.runtime.errors import Busy, Refused, shown
+from hemiola.runtime.errors import Busy
 from hemiola.runtime.serving import ending
+from hemiola.runtime.serving.aside import Aside
+from hemiola.runtime.serving.json_size import is_dear
 from hemiola.runtime.serving.openai.body import Bodies
-from hemiola.runtime.serving.openai.errors import ApiError, api_error
+from hemiola.runtime.serving.openai.errors import ApiError, api_error, named
 from hemiola.runtime.serving.openai.events import stream, too_many
-from hemiola.runtime.serving.openai.model import ServedModel
+from hemiola.runtime.serving.openai.model import ServedModel, find_model
 from hemiola.runtime.serving.openai.page import engines_page
-from hemiola.runtime.serving.openai.readers import Readers
+from hemiola.runtime.serving.openai.readers import LARGE, Readers
 from hemiola.runtime.serving.openai.responses import ResponsesRequest
 from hemiola.runtime.serving.openai.schema import (
     ApiRequest,
     ChatRequest,
     CompletionRequest,
     StreamOptions,
-    parse,
 )
 from hemiola.runtime.serving.openai.tokenizing import (
+    AskedText,
     DetokenizeRequest,
     TokenizeRequest,
     detokenize,
+    read_text,
     tokenize,
 )
-from hemiola.runtime.serving.openai.work import Work, chat, completion, response
+from hemiola.runtime.serving.openai.work import Work, chat, completion, prepare, response
 from hemiola.runtime.serving.slow_reader import writing
 from hemiola.runtime.serving.wire import Wire
 
@@ -46,7 +48,7 @@ log = logging.getLogger("hemiola.openai")
 METRICS_TIMEOUT_S = 5.0
 OPEN = {"/health", "/metrics", "/version"}  # need no key
 AnyRequest = TypeVar("AnyRequest", bound=ApiRequest)
-AskedText = TypeVar("AskedText", TokenizeRequest, DetokenizeRequest)
+Made = TypeVar("Made")
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
@@ -76,6 +78,7 @@ class App:
         self._limits = limits
         self._bodies = Bodies(limits.max_body)
         self._readers = Readers()
+        self._aside = Aside({name: part for model in models.values() for name, part in model.parts.items()})
         self._refuses = refuses
         self._num_open = 0  # requests to the engine
         self._num_handled = 0  # requests of callers
@@ -87,6 +90,7 @@ class App:
 
     def close(self) -> None:
         self._readers.close()
+        self._aside.close()
 
     def routes(self) -> web.Application:
         app = web.Application(middlewares=[self._guard])
@@ -185,7 +189,7 @@ class App:
         return web.json_response({"object": "list", "data": [describe(m) for m in self._models.values()]})
 
     async def _show_model(self, request: web.Request) -> web.Response:
-        return web.json_response(describe(self._model(request.match_info["model"])))
+        return web.json_response(describe(find_model(self._models, request.match_info["model"])))
 
     async def _version(self, _: web.Request) -> web.Response:
         return web.json_response({"version": __version__})
@@ -199,22 +203,14 @@ class App:
     async def _of_text(
         self, http: web.Request, kind: type[AskedText], make: Callable[[ServedModel, AskedText], Any]
     ) -> web.Response:
-        body = await self._read(http)
+        text = await self._made(read_text, await self._read(http), kind, make, self._models)
+        return web.Response(text=text, content_type="application/json")
 
-        def answer() -> str:
-            request = parse(kind, body)
-            with named(request.names()):
-                return json.dumps(make(self._model(request.model), request))
-
-        return web.Response(text=await self._readers.run(len(body), answer), content_type="application/json")
-
-    def _model(self, name: str) -> ServedModel:
-        if name not in self._models:
-            known = ", ".join(self._models)
-            raise ApiError(
-                404, f"no model {shown(name)}, there is {known}", param="model", code="model_not_found"
-            )
-        return self._models[name]
+    async def _made(self, function: Callable[..., Made], body: bytearray, *arguments: object) -> Made:
+        """What function(body, *arguments) returns; where it holds up nobody."""
+        if is_dear(body):
+            return await self._readers.run(LARGE + 1, partial(self._aside.run, function, body, *arguments))
+        return await self._readers.run(len(body), partial(function, body, *arguments))
 
     # ---- what is generated
 
@@ -233,28 +229,15 @@ class App:
         """The body, and all that was read from it, are let go of before the answer begins."""
         begun = time.perf_counter()
         body = await self._read(http)
-        size, read = len(body), partial(parsed, kind, body)
-        request, names = await self._readers.run(size, read)
-        del body, read
-        prepare = partial(self._prepare, make, self._model(request.model), request, begun)
-        options = (request.stream_options or StreamOptions()) if request.stream else None
-        with named(names), self._admit(request.num_requests):
-            del request
-            work, packed = await self._readers.run(size, prepare)
-            del prepare
+        most = self._limits.max_requests
+        options, names, model, work = await self._made(prepare, body, kind, make, self._models, most)
+        del body
+        with named(names), self._admit(len(work.asked)):
+            pack = partial(self._wire.pack, model, work.asked, begun)
+            packed = await self._readers.run(work.num_sent, pack)
             return await self._answer(http, options, work, packed)
 
-    def _prepare(
-        self,
-        make: Callable[[ServedModel, AnyRequest], Work],
-        model: ServedModel,
-        request: AnyRequest,
-        begun: float,
-    ) -> tuple[Work, list[Any]]:
-        work = make(model, request)
-        return work, self._wire.pack(model.name, work.asked, begun)
-
-    async def _read(self, http: web.Request) -> bytes:
+    async def _read(self, http: web.Request) -> bytearray:
         """Its body; a server that has begun to end meanwhile takes it no more."""
         body = await self._bodies.read(http)
         self._check_open()
@@ -280,9 +263,6 @@ class App:
     @contextlib.contextmanager
     def _admit(self, num_requests: int) -> Iterator[None]:
         most = self._limits.max_requests
-        if num_requests > most:
-            message = f"prompts x n is {num_requests}, the server takes {most} at once"
-            raise Refused("too_long", "n", message=message, way_out="send fewer")
         if self._num_open + num_requests > most:
             raise ApiError(
                 429, f"requests under way: {self._num_open} of {most}; try again in a moment",
@@ -293,21 +273,6 @@ class App:
             yield
         finally:
             self._num_open -= num_requests
-
-
-def parsed(kind: type[AnyRequest], body: bytes) -> tuple[AnyRequest, dict[str, str]]:
-    """A request, and its names of fields."""
-    request = parse(kind, body)
-    return request, request.names()
-
-
-@contextlib.contextmanager
-def named(names: Mapping[str, str]) -> Iterator[None]:
-    """What is refused there has the names of a body's fields."""
-    try:
-        yield
-    except Refused as error:
-        raise api_error(error, names) from None
 
 
 def describe(model: ServedModel) -> dict[str, Any]:

@@ -24,7 +24,7 @@ class Bodies:
         self._num_bytes = 0  # of bodies that are not whole yet
         self.num_reading = 0
 
-    async def read(self, http: web.Request) -> bytes:
+    async def read(self, http: web.Request) -> bytearray:
         body, gunzip = bytearray(), gunzip_for(http)
         if (http.content_length or 0) > self._max_body:
             raise self._too_large()
@@ -39,7 +39,7 @@ class Bodies:
                         await asyncio.sleep(0)
             if gunzip is not None:
                 gunzip.check_end()
-            return bytes(body)
+            return body
         except TimeoutError:
             raise ApiError(
                 408, f"the body did not arrive within {BODY_TIMEOUT_S:g} s; send it again"

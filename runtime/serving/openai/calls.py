@@ -95,8 +95,10 @@ class XmlCall:
     Of two arguments of one name the first counts: it may have left already.
     """
 
-    def __init__(self, tools: Mapping[str, Schema]) -> None:
+    def __init__(self, tools: Mapping[str, Schema], types: dict[tuple[str, str], frozenset[str]]) -> None:
+        """types: of arguments, by names of tool and argument, as far as an answer's calls have read them."""
         self._tools = tools
+        self._types_of = types
         self._text = ""
         self._awaited: Awaited | None = None  # holds the text while nothing else can be read
         self._name: str | None = None
@@ -171,7 +173,7 @@ class XmlCall:
                 self._await(">")
                 return
             self._key, self._text, self._begun = key.strip(), after, False
-            self._types = types_of(self._tools.get(self._name or "", {}), self._key)
+            self._types = self._read_types(self._name or "", self._key)
             self._drops = self._key in self._keys
             if not self._drops:
                 self._keys.add(self._key)
@@ -183,6 +185,16 @@ class XmlCall:
             yield self._close()
         elif self._text and not may_begin(self._text, ("<parameter=", "</function>", "</tool_call>")):
             self._text = self._text[1:]
+
+    def _read_types(self, name: str, key: str) -> frozenset[str]:
+        """Once: a schema may have thousands of branches, and an answer thousands of arguments."""
+        schema = self._tools.get(name, {})
+        properties = schema.get("properties")
+        if not isinstance(properties, Mapping) or key not in properties:
+            return types_of({}, key)  # nothing is kept of a name that the model made up
+        if (name, key) not in self._types_of:
+            self._types_of[name, key] = types_of(schema, key)
+        return self._types_of[name, key]
 
     @property
     def _streams(self) -> bool:

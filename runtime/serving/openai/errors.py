@@ -1,8 +1,9 @@
 """Errors as OpenAI's clients know them: a status, and one object with message, type, param and code."""
 
+import contextlib
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -33,6 +34,10 @@ class ApiError(Exception):
         self.param = param
         self.code = code
 
+    def __reduce__(self) -> tuple[object, ...]:
+        more = {"param": self.param, "code": self.code, "retry_after_s": self._retry_after_s}
+        return partial(ApiError, **more), (self.status, str(self))
+
     @property
     def headers(self) -> dict[str, str]:
         return {"Retry-After": str(math.ceil(self._retry_after_s))} if self.status in (429, 503) else {}
@@ -60,6 +65,15 @@ def api_error(error: Exception, names: Names | None = None) -> ApiError:
             return ApiError(503, str(error), code="cancelled")
         case _:
             return ApiError(500, str(error) or type(error).__name__, code="internal_error")
+
+
+@contextlib.contextmanager
+def named(names: Names) -> Iterator[None]:
+    """What is refused there has the names of a body's fields."""
+    try:
+        yield
+    except Refused as error:
+        raise api_error(error, names) from None
 
 
 def refusal(renamed: Refused, error: Refused) -> ApiError:

@@ -1,13 +1,13 @@
 """What the front knows of an engine: its text, its longest context, the bytes of its tokens."""
 
 import codecs
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-from hemiola.runtime import manifest
-from hemiola.runtime.errors import Name, Refused
+from hemiola.runtime.errors import Name, Refused, shown
+from hemiola.runtime.serving.openai.errors import ApiError
 from hemiola.runtime.text import BROKEN, Text
 
 
@@ -30,6 +30,19 @@ class ServedModel:
     @cached_property
     def tokens(self) -> "Tokens":
         return Tokens(self.need_text("logprobs"))
+
+    @property
+    def parts(self) -> dict[str, object]:
+        """What choices and replies hold of it, by names that no other model has."""
+        own = {"model": self} | ({} if self.text is None else {"text": self.text, "tokens": self.tokens})
+        return {f"{part} of {self.name}": value for part, value in own.items()}
+
+
+def find_model(models: Mapping[str, ServedModel], name: str) -> ServedModel:
+    if name not in models:
+        message = f"no model {shown(name)}, there is {', '.join(models)}"
+        raise ApiError(404, message, param="model", code="model_not_found")
+    return models[name]
 
 
 class Tokens:
@@ -70,6 +83,8 @@ def byte_alphabet() -> dict[int, str]:
 
 def read_model(name: str, engine_dir: Path, max_len: int | None = None) -> ServedModel:
     """max_len: if the server was started with a smaller one than the engine's."""
+    from hemiola.runtime import manifest  # and torch, which the process that reads large bodies does without
+
     path = engine_dir / manifest.FILE
     found = manifest.parse(path)
     text = Text(engine_dir / "tokenizer") if found.has_tokenizer else None

@@ -1,6 +1,7 @@
 """Bodies of requests: OpenAI's names, and every name of SamplingParams beside them."""
 
 import json
+import math
 from typing import Any, Literal, Self, TypeVar
 
 from pydantic import ConfigDict, Field, ValidationError, field_validator, model_validator
@@ -8,6 +9,7 @@ from pydantic import ConfigDict, Field, ValidationError, field_validator, model_
 from hemiola.runtime.api import SamplingParams
 from hemiola.runtime.errors import Amount, Name, Refused, one_line, shown
 from hemiola.runtime.fields import MOST_CHARACTERS, refused_by
+from hemiola.runtime.serving.ask import read_biases
 from hemiola.runtime.serving.json_size import check_size
 from hemiola.runtime.serving.openai.base import Body, Items
 from hemiola.runtime.serving.openai.message import Message
@@ -92,16 +94,14 @@ class ApiRequest(Body):
 
 def _biases(given: dict[str, Any]) -> dict[int, Any]:
     try:
-        biases = {int(token): bias for token, bias in given.items()}
+        return read_biases(given)
+    except Refused:
+        raise
     except ValueError as error:
         message = f"logit_bias has a key that is no token id ({error})"
         raise Refused(
             "wrong_type", "logit_bias", message=message, way_out="give {'token id': bias}"
         ) from None
-    if len(biases) < len(given):
-        message = "logit_bias has two keys for one token id"
-        raise Refused("conflict", "logit_bias", message=message, way_out="give one")
-    return biases
 
 
 def _check_stops(stop: object) -> None:
@@ -284,17 +284,30 @@ class ChatRequest(ApiRequest):
 Kind = TypeVar("Kind", bound=Body)
 
 
-def parse(kind: type[Kind], body: bytes) -> Kind:
+def parse(kind: type[Kind], body: bytes | bytearray) -> Kind:
     check_size("the body", body)
     try:
         request = kind.model_validate_json(body)
     except ValidationError as error:
         raise _refused(error, body, list(kind.model_fields)) from None
-    json.loads(body, object_pairs_hook=_check_keys, parse_int=str)  # str: of any length
+    json.loads(
+        body,
+        object_pairs_hook=_check_keys,
+        parse_int=str,  # of any length
+        parse_float=_check_float,
+        parse_constant=_check_float,
+    )
     return request
 
 
-def _refused(error: ValidationError, body: bytes, names: list[str]) -> Refused:
+def _check_float(text: str) -> None:
+    """Of a value that nobody looks into, and that an answer or a prompt repeats: it would be no JSON."""
+    if not math.isfinite(float(text)):
+        message = f"the body holds the number {text[:80]}, which no JSON can say"
+        raise Refused("malformed", message=message, way_out="give a finite number, or null")
+
+
+def _refused(error: ValidationError, body: bytes | bytearray, names: list[str]) -> Refused:
     first = error.errors(include_url=False)[0]
     if first["type"] == "json_invalid":
         message = f"the body is not JSON ({first.get('ctx', {}).get('error')})"

@@ -1,15 +1,18 @@
 """`/tokenize` and `/detokenize`, by vLLM's names."""
 
-from typing import Any, Self
+import json
+from collections.abc import Callable, Mapping
+from typing import Any, Self, TypeVar
 
 from pydantic import model_validator
 
 from hemiola.runtime.errors import Amount, Refused
 from hemiola.runtime.serving.openai.base import Body, Items
 from hemiola.runtime.serving.openai.chat import render
+from hemiola.runtime.serving.openai.errors import named
 from hemiola.runtime.serving.openai.message import Message
-from hemiola.runtime.serving.openai.model import ServedModel
-from hemiola.runtime.serving.openai.schema import Tool, as_chat
+from hemiola.runtime.serving.openai.model import ServedModel, find_model
+from hemiola.runtime.serving.openai.schema import Tool, as_chat, parse
 
 MOST_IDS = 2**15  # of a call: each costs some microseconds
 
@@ -38,6 +41,21 @@ class TokenizeRequest(Body):
 class DetokenizeRequest(Body):
     model: str
     tokens: Items[int]
+
+
+AskedText = TypeVar("AskedText", TokenizeRequest, DetokenizeRequest)
+
+
+def read_text(
+    body: bytearray,
+    kind: type[AskedText],
+    make: Callable[[ServedModel, AskedText], Any],
+    models: Mapping[str, ServedModel],
+) -> str:
+    """The answer to a body."""
+    request = parse(kind, body)
+    with named(request.names()):
+        return json.dumps(make(find_model(models, request.model), request))
 
 
 def tokenize(model: ServedModel, request: TokenizeRequest) -> dict[str, Any]:

@@ -1,19 +1,31 @@
 """A body as requests to the engine: everything that its size makes dear, so that a thread may do it."""
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple, TypeVar
 
 from hemiola.runtime.api import SamplingParams
 from hemiola.runtime.errors import Refused, shown
 from hemiola.runtime.serving.openai.chat import render
+from hemiola.runtime.serving.openai.errors import named
 from hemiola.runtime.serving.openai.guide import guide
-from hemiola.runtime.serving.openai.model import ServedModel
+from hemiola.runtime.serving.openai.model import ServedModel, find_model
 from hemiola.runtime.serving.openai.prompt import PromptScores
 from hemiola.runtime.serving.openai.reply import ChatChoice, Choice, Reply, TextChoice
 from hemiola.runtime.serving.openai.response_reply import ResponseChoice, ResponseReply
 from hemiola.runtime.serving.openai.responses import ResponsesRequest
-from hemiola.runtime.serving.openai.schema import DEFAULT_MAX_TOKENS, ChatRequest, CompletionRequest
+from hemiola.runtime.serving.openai.schema import (
+    DEFAULT_MAX_TOKENS,
+    ApiRequest,
+    ChatRequest,
+    CompletionRequest,
+    StreamOptions,
+    parse,
+)
 from hemiola.runtime.serving.wire import Pieces
+
+AnyRequest = TypeVar("AnyRequest", bound=ApiRequest)
+REQUEST = 64  # tokens whose packing takes as long as the rest of a request's
+MOST_TOKENS = 2**23  # of all prompts of a body: each choice's is sent by itself, and the answer may repeat it
 
 
 class Work(NamedTuple):
@@ -38,10 +50,43 @@ class Work(NamedTuple):
         )
         return sum(tokens)
 
+    @property
+    def num_sent(self) -> int:
+        """Tokens that go to the engine, and as many for each request as it is dear in itself."""
+        return sum(len(ids) + REQUEST for ids, _ in self.asked)
+
+
+class Prepared(NamedTuple):
+    """What is left of a body once it is read."""
+
+    options: StreamOptions | None  # of a stream of events
+    names: dict[str, str]  # of its fields
+    model: str
+    work: Work
+
+
+def prepare(
+    body: bytearray,
+    kind: type[AnyRequest],
+    make: Callable[[ServedModel, AnyRequest], Work],
+    models: Mapping[str, ServedModel],
+    most_requests: int,
+) -> Prepared:
+    request = parse(kind, body)
+    names = request.names()
+    options = (request.stream_options or StreamOptions()) if request.stream else None
+    model = find_model(models, request.model)
+    with named(names):
+        if request.num_requests > most_requests:
+            message = f"prompts x n is {request.num_requests}, the server takes {most_requests} at once"
+            raise Refused("too_long", "n", message=message, way_out="send fewer")
+        return Prepared(options, names, model.name, make(model, request))
+
 
 def completion(model: ServedModel, request: CompletionRequest) -> Work:
     prompts = [encode(model, prompt) for prompt in request.prompt]
     scores = [PromptScores(model, ids, request.prompt_logprobs, request.num_echoed) for ids in prompts]
+    check_total(sum(map(len, prompts)), request.num_choices, scores[0].num_asked)
     most = request.max_tokens or DEFAULT_MAX_TOKENS
     params = request.params(most, request.logprobs, prompt_logprobs=scores[0].num_asked)
     tokens = model.tokens if request.logprobs is not None else None
@@ -69,6 +114,7 @@ def chat(model: ServedModel, request: ChatRequest) -> Work:
     prompt, expected = render(model, request)
     structured = guide(request, expected)
     ids = encode(model, prompt, special=False)
+    check_total(len(ids), request.num_choices, request.prompt_logprobs)
     most = request.most_tokens or max(model.max_len - len(ids), 1)
     params = request.params(most, request.num_logprobs, structured, request.prompt_logprobs)
     tokens = model.tokens if request.logprobs else None
@@ -88,6 +134,15 @@ def response(model: ServedModel, request: ResponsesRequest) -> Work:
     choice = ResponseChoice(ids, expected)
     reply = ResponseReply(model, request, choice)
     return Work([(ids, params)], [choice], reply)
+
+
+def check_total(num_tokens: int, num_choices: int, num_scored: int | None) -> None:
+    """num_scored: log-probabilities that are named beside each token's own, if any are."""
+    total = num_tokens * num_choices * (1 if num_scored is None else 2 + num_scored)
+    if total > MOST_TOKENS:
+        named = "" if num_scored is None else " and log-probabilities of tokens"
+        message = f"prompts x n are {total} tokens{named}, the limit is {MOST_TOKENS}"
+        raise Refused("too_long", "n", num_choices, message=message, way_out="send fewer at once")
 
 
 def encode(model: ServedModel, prompt: str | list[int], special: bool = True) -> list[int]:

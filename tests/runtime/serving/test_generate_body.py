@@ -54,6 +54,13 @@ WRONG = [
     ({"messages": [{"role": "user"}] * 2}, 'messages is list; give its JSON as a text, such as "[{'),
     ({"structured_outputs": {"regex": "a"}}, "structured_outputs is dict; give its JSON as a text, such as "),
     ({"id": 5}, "id is 5; give a text"),
+    ({"id": "x" * 1025}, "id has 1025 characters, the limit is 1024; give a shorter one"),
+    ({str(i): i for i in range(129)}, "the body has 129 keys, the limit is 128; leave those out"),
+    ({"parameters": {str(i): i for i in range(129)}}, "parameters has 129 keys, the limit is 128"),
+    ({"stop": ["x"] * 1025}, "stop has 1025 entries, at most 1024 are served; give fewer"),
+    ({"stop_words": ["x"] * 1025}, "stop has 1025 entries, at most 1024 are served"),
+    ({"cancel": ["x"] * 1025}, "cancel has 1025 ids, the limit is 1024; send several requests"),
+    ({"input_ids": [5] * (2**20 + 1)}, f"input_ids has {2**20 + 1} values, the limit is {2**20}"),
     ({"parameters": 5}, "parameters is 5; give an object"),
     ({"parameters": {"a": ALONE}}, "a is not valid Unicode at character 0"),
     ({"foo": 2**64}, f"foo is {2**64}, which needs more than 64 bits"),
@@ -70,6 +77,19 @@ def test_a_wrong_type_is_answered_500(body: object, said: str) -> None:
 
 
 @pytest.mark.parametrize(
+    "given", [{"stream": True}, {"stream": [True]}, {"streaming": True}, {"max_tokens": 1, "stream": True}]
+)
+def test_a_stream_at_the_route_for_one_response_is_answered_200_with_an_error(given: dict) -> None:
+    body = json.dumps({"text_input": "a"} | given).encode()
+    check_generate(body)
+    with pytest.raises(
+        Refused, match=r"stream(ing)? is True, but generate sends one response; use generate_"
+    ):
+        check_generate(body, one_response=True)
+    check_generate(b'{"text_input": "a", "stream": false}', one_response=True)
+
+
+@pytest.mark.parametrize(
     "body",
     [
         {},  # the model says what is missing
@@ -77,6 +97,8 @@ def test_a_wrong_type_is_answered_500(body: object, said: str) -> None:
         {"text_input": ["a"], "max_tokens": [2], "stop": [], "input_ids": 5, "seed": -(2**63)},
         {"input_ids": list(range(5)), "id": "x", "timeout": 5, "parameters": {"max_tokens": 2, "a": True}},
         {"foo": {"a": 1}, "bar": 1.5, "baz": None},  # tritonserver's own 400
+        {str(i): i for i in range(128)},
+        {"id": "x" * 1024, "stop": ["x"] * 1024, "input_ids": [5] * 2**20},
         b'\xef\xbb\xbf{"text_input": "a"}',
         b'{"text_input": "a\xff", "temperature": NaN}',  # the model says what is wrong
     ],

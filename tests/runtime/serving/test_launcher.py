@@ -23,7 +23,7 @@ from hemiola.runtime.serving.heartbeat import Beat
 from hemiola.runtime.serving.home import Home
 from hemiola.runtime.serving.launcher import Server
 from hemiola.runtime.serving.listener import refuse_connections
-from hemiola.runtime.serving.ports import ANY_PORTS, Ports, bind, choose_ports
+from hemiola.runtime.serving.ports import ANY_PORTS, Ports, are_free, bind, choose_ports
 from hemiola.runtime.serving.tritonserver import Triton, command_line
 
 A, B = Path("a"), Path("b")
@@ -59,6 +59,18 @@ def test_every_interface_is_reached_by_loopback() -> None:
     server.ports = SimpleNamespace(http=1, grpc=2, metrics=3)
     assert (server.http_url, server.grpc_url) == ("http://127.0.0.1:1", "127.0.0.1:2")
     assert server.metrics_url == "http://127.0.0.1:3/metrics"
+
+
+def test_the_door_whose_callers_can_end_the_server_is_where_the_others_are() -> None:
+    server = Server({}, host="0.0.0.0", grpc_host="127.0.0.2", ports=Ports(0, 0, 0))
+    with bind("127.0.0.2", 0, "grpc", listens=True) as taken:
+        port = taken.getsockname()[1]
+        assert not are_free(server.host, Ports(0, port, 0), server.grpc_host)
+    server.ports = choose_ports(server.host, Ports(0, port, 0), server.grpc_host)
+    assert (server.grpc_url, server.ports.grpc) == (f"127.0.0.2:{port}", port)
+    home: Any = SimpleNamespace(path=A, doors=B, shm_prefix="x")
+    told = command_line(Triton(A, A, A), home, server.ports, server._switches)
+    assert "--grpc-address=127.0.0.2" in told
 
 
 def test_tritonserver_is_told_no_name_which_it_takes_for_255_255_255_255() -> None:

@@ -5,16 +5,19 @@ import json
 import socket
 import threading
 import time
-from contextlib import nullcontext
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, nullcontext
 from types import SimpleNamespace
 
 import pytest
 from kit.descriptors import high
 from kit.served import until
 
-from hemiola.runtime.errors import Refused
+from hemiola.runtime.errors import Failed, Refused
 from hemiola.runtime.serving import peer as peers
 from hemiola.runtime.serving.peer import Peer
+
+ASKED = b'{"prompt": [1], "cache_salt": ""}\n'
 
 
 class Listener:
@@ -56,6 +59,54 @@ def test_a_peer_that_ran_out_of_descriptors_once_serves_nobody_any_more(
     ours.close()
 
 
+def asked(peer: Peer, line: bytes) -> dict:
+    host, _, port = peer.address.partition(":")
+    with socket.create_connection((host, int(port)), 60) as asks:
+        asks.sendall(line)
+        return json.loads(asks.makefile().readline())
+
+
+def test_four_idle_connections_hold_the_port_of_a_peer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For 30 s each, since a place was taken before anything was asked."""
+    monkeypatch.setattr(peers, "_agent", object)
+    monkeypatch.setattr(peers, "PATIENCE", 600.0)
+    with Peer(lambda prompt, *, cache_salt: bytearray()) as peer, ExitStack() as stack:
+        host, _, port = peer.address.partition(":")
+
+        def idle() -> socket.socket:
+            return stack.enter_context(socket.create_connection((host, int(port)), 60))
+
+        silent = [idle() for _ in range(peers.MOST_AT_ONCE)]
+        assert asked(peer, b"no request\n")["code"] == "malformed"
+        until(lambda: len(peer._silent) == len(silent))
+        monkeypatch.setattr(peers, "MOST_SILENT", len(silent))
+        idle()
+        assert silent[0].recv(1) == b"", "the oldest is closed"
+        assert asked(peer, b"no request\n")["code"] == "malformed"
+        until(lambda: len(peer._silent) == len(silent) - 1)  # the one that asked came last
+    assert not peer._silent or silent[-1].recv(1) == b"", "a peer that is closed keeps connections"
+
+
+def test_those_who_wait_for_a_place_are_without_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(peers, "_agent", object)
+    monkeypatch.setattr(peers, "MOST_AT_ONCE", 1)
+    monkeypatch.setattr(peers, "MOST_ASKED", 1)
+    begun, gate = threading.Event(), threading.Event()
+
+    def export(prompt: list[int], *, cache_salt: str) -> bytearray:
+        begun.set()
+        gate.wait(60)
+        raise Failed("no engine")
+
+    with Peer(export) as peer, ThreadPoolExecutor(2) as threads:
+        waiting = [threads.submit(asked, peer, ASKED) for _ in range(2)]
+        assert begun.wait(60)
+        until(lambda: peer._asked._value == 0)
+        assert "1 others wait" in asked(peer, ASKED)["refused"]
+        gate.set()
+        assert [one.result()["refused"] for one in waiting] == ["no engine"] * 2
+
+
 def test_a_peer_with_a_thousand_connections_sends_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """It waited with select(), which takes no descriptor from 1024 on; the fetch was told of a lost peer."""
     released = []
@@ -67,9 +118,8 @@ def test_a_peer_with_a_thousand_connections_sends_nothing(monkeypatch: pytest.Mo
     ours, theirs = socket.socketpair()
     with theirs, ours, socket.socket(fileno=high(theirs.fileno())) as asks, Peer() as peer:
         ours.settimeout(60)
-        ours.sendall(b'{"prompt": [1], "cache_salt": ""}\n')
         serving = threading.Thread(
-            target=peer._answer_one, args=(asks, lambda prompt, *, cache_salt: bytearray(b"packed"))
+            target=peer._answer_one, args=(asks, ASKED, lambda prompt, *, cache_salt: bytearray(b"packed"))
         )
         serving.start()
         assert json.loads(ours.makefile().readline())["size"] == 6

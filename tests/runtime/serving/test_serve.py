@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from hemiola.runtime.cli import serve
-from hemiola.runtime.cli.serve import API_KEY, FrontPlan, doors, triton_host
+from hemiola.runtime.cli.serve import API_KEY, FrontPlan, doors, grpc_host, triton_host
 from hemiola.runtime.serving.options import OpenaiOptions, ServerOptions
 from hemiola.runtime.serving.ports import Ports
 
@@ -39,8 +39,20 @@ def test_a_key_guards_one_door_of_two(
     assert triton_host(own, plan) == host
 
 
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({}, "127.0.0.1"),
+        ({"host": "0.0.0.0"}, "127.0.0.1"),
+        ({"host": "0.0.0.0", "triton_host": "10.0.0.1"}, "10.0.0.1"),
+    ],
+)
+def test_a_door_whose_callers_can_end_the_server_opens_with_the_others(given: dict, expected: str) -> None:
+    assert grpc_host(ServerOptions(**given)) == expected
+
+
 def test_nobody_is_told_who_reaches_which_door() -> None:
-    server = SimpleNamespace(host="127.0.0.1", ports=Ports(1, 2, 3))
+    server = SimpleNamespace(host="127.0.0.1", grpc_host="127.0.0.1", ports=Ports(1, 2, 3))
     front = SimpleNamespace(host="0.0.0.0", port=4)
     assert doors(server, front, ("k",)) == [
         "door     127.0.0.1:1 HTTP: this machine only, no key",
@@ -51,7 +63,11 @@ def test_nobody_is_told_who_reaches_which_door() -> None:
     ]
     assert doors(server, front, ())[-1].endswith("every network of this machine, no key")
     server.host = "10.0.0.1"
-    assert doors(server, None, ())[-1] == "door     10.0.0.1:3 metrics: the network of this address, no key"
+    assert doors(server, None, ()) == [
+        "door     10.0.0.1:1 HTTP: the network of this address, no key",
+        "door     127.0.0.1:2 gRPC: this machine only, no key",
+        "door     10.0.0.1:3 metrics: the network of this address, no key",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -73,7 +89,7 @@ def test_the_doors_drain_one_after_the_other_or_are_left_open(
 
     class Server:
         engines, http_url, grpc_url, metrics_url, door_key = {}, "", "", "", ""
-        host, ports, printer = "127.0.0.1", Ports(1, 2, 3), None
+        host, grpc_host, ports, printer = "127.0.0.1", "127.0.0.1", Ports(1, 2, 3), None
 
         def __init__(self) -> None:
             self.fronts: list[SimpleNamespace] = []

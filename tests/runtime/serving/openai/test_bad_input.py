@@ -60,9 +60,10 @@ BAD = {
     "stop_number": (TEXT, P | {"stop": [5]}, "stop[0]", "stop[0] is 5; give a text"),
     "1000_stops": (TEXT, P | {"stop": ["x"] * 1000}, "stop", "stop has 1000 texts, the limit is 64"),
     "bias_key": (TEXT, P | {"logit_bias": {"x": 1}}, "logit_bias", "a key that is no token id"),
+    "bias_key_that_python_takes": (TEXT, P | {"logit_bias": {"1_0": 1}}, "logit_bias", "no token id ('1_0')"),
     "bias_value": (TEXT, P | {"logit_bias": {"5": "x"}}, "logit_bias[5]", "logit_bias[5] is 'x'"),
     "bias_of_one_id_twice": (
-        TEXT, P | {"logit_bias": {"01": 5, "1": -5}}, "logit_bias", "two keys for one token id",
+        TEXT, P | {"logit_bias": {"01": 5, "1": -5}}, "logit_bias", "two keys for token id 1",
     ),
     "bias_list": (TEXT, P | {"logit_bias": [5]}, "logit_bias", "logit_bias is [5]"),
     "min_above_max": (TEXT, P | {"min_tokens": 17}, "min_tokens", "max_tokens is 16"),
@@ -166,8 +167,8 @@ RAW = {
     "not_utf8": (b'{"model": "tiny", "prompt": "a\xff"}', "the body is not JSON"),
     "lone_surrogate": (b'{"model": "tiny", "prompt": "a\\ud800"}', "the body is not JSON"),
     "deep": (b'{"model": "tiny", "prompt": ' + DEEP.encode() + b"}", "the body is not JSON"),
-    "nan": (b'{"model": "tiny", "prompt": "x", "temperature": NaN}', "temperature is nan"),
-    "infinity": (b'{"model": "tiny", "prompt": "x", "top_p": Infinity}', "top_p is inf"),
+    "nan": (b'{"model": "tiny", "prompt": "x", "temperature": NaN}', "the number NaN"),
+    "infinity": (b'{"model": "tiny", "prompt": "x", "top_p": Infinity}', "the number Infinity"),
 }
 
 
@@ -204,6 +205,20 @@ def test_bad_request_is_answered_by_name(post: Callable[..., requests.Response],
 def test_bad_body_is_answered_by_name(post: Callable[..., requests.Response], case: str) -> None:
     body, message = RAW[case]
     check(post(TEXT, body), 400, message)
+
+
+@pytest.mark.parametrize("number", ["NaN", "Infinity", "-Infinity", "1e999", "-1E+999"])
+@pytest.mark.parametrize("route", [CHAT, "responses"])
+def test_a_number_that_no_json_has_is_written_into_prompts_and_answers(
+    post: Callable[..., requests.Response], route: str, number: str
+) -> None:
+    """Behind `parameters` nobody looks: the answer of the responses route was no JSON."""
+    body = {"model": "tiny", "max_tokens": 5} | tool(parameters={"default": "HERE"})
+    if route == "responses":
+        flat = {"type": "function"} | body["tools"][0]["function"]
+        body = {"model": "tiny", "input": "hi", "tools": [flat]}
+    text = json.dumps(body).replace('"HERE"', number)
+    check(post(route, text), 400, f"the body holds the number {number}, which no JSON can say")
 
 
 def test_a_body_that_is_too_large_is_answered_by_name(post: Callable[..., requests.Response]) -> None:

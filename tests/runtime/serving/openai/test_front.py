@@ -25,7 +25,7 @@ from hemiola.runtime.api import Logprob, Piece
 from hemiola.runtime.errors import Busy, Cancelled, Failed, Refused
 from hemiola.runtime.serving import files, slow_reader
 from hemiola.runtime.serving.openai import app
-from hemiola.runtime.serving.openai.app import App, FrontLimits
+from hemiola.runtime.serving.openai.app import FrontLimits
 from hemiola.runtime.serving.openai.body import Bodies
 from hemiola.runtime.serving.openai.front import Front
 from hemiola.runtime.serving.openai.model import ServedModel
@@ -578,10 +578,10 @@ def test_a_key_that_is_no_unicode_is_an_error_of_the_server(start: Callable[...,
 def test_a_path_writes_lines_of_its_own_into_the_log(
     start: Callable[..., Front], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def fails(self: App, name: str) -> None:
+    def fails(models: object, name: str) -> None:
         raise RuntimeError("trouble")
 
-    monkeypatch.setattr(App, "_model", fails)
+    monkeypatch.setattr(app, "find_model", fails)
     url = start().url
     assert requests.get(f"{url}/models/a%0AE1127%20lost", timeout=60).status_code == 500
     assert [record.getMessage() for record in caplog.records if "trouble" in record.getMessage()] == [

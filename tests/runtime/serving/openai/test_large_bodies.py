@@ -1,6 +1,7 @@
 """While one caller's large body is read, the event loop serves the others."""
 
 import json
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator
@@ -14,6 +15,7 @@ from kit.scripted_triton import ScriptedTriton, script
 from kit.served import until
 
 from hemiola.runtime.api import Logprob
+from hemiola.runtime.serving.aside import Aside
 from hemiola.runtime.serving.openai import app, readers, work
 from hemiola.runtime.serving.openai.body import Bodies
 from hemiola.runtime.serving.openai.front import Front
@@ -60,9 +62,9 @@ def test_a_body_is_held_until_its_answer_has_ended(
 ) -> None:
     """Some hundred answers at once, with 16 MB each, took all memory."""
     parsed: list[weakref.ref[Any]] = []
-    read, plain = Bodies.read, app.parse
+    read, plain = Bodies.read, work.parse
 
-    async def read_held(*given: Any) -> bytes:
+    async def read_held(*given: Any) -> Any:
         return Held(await read(*given))
 
     def parse(*given: Any) -> Any:
@@ -71,7 +73,7 @@ def test_a_body_is_held_until_its_answer_has_ended(
         return found
 
     monkeypatch.setattr(Bodies, "read", read_held)
-    monkeypatch.setattr(app, "parse", parse)
+    monkeypatch.setattr(work, "parse", parse)
     monkeypatch.setattr(Held, "num_left", 0)
     triton.script = script("a", "b")
     triton.gate.clear()
@@ -82,6 +84,63 @@ def test_a_body_is_held_until_its_answer_has_ended(
     assert not answer.done()
     triton.gate.set()
     assert answer.result(60).status_code == 200
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_what_is_sent_for_each_choice_is_held_until_its_answer_has_ended(
+    start: Callable[..., Front],
+    triton: ScriptedTriton,
+    post: Callable[..., "Future[requests.Response]"],
+    monkeypatch: pytest.MonkeyPatch,
+    stream: bool,
+) -> None:
+    """1,024 of them with a prompt of 128,000 tokens each took 1 GB."""
+    sent: list[Any] = []
+    plain = Wire.pack
+
+    def pack(*given: Any) -> list[Any]:
+        packed = plain(*given)
+        sent.extend(packed)
+        return packed
+
+    monkeypatch.setattr(Wire, "pack", pack)
+    triton.script = script("a", "b")
+    triton.gate.clear()
+    asked = {"model": "tiny", "messages": [USER], "stream": stream, "n": 3}
+    answer = post(f"{start().url}/chat/completions", json.dumps(asked))
+    until(lambda: len(triton.requests) == 3)
+    until(lambda: [sys.getrefcount(sent[i]) for i in range(3)] == [2] * 3)  # here, and by that call
+    assert not answer.done()
+    triton.gate.set()
+    assert answer.result(60).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("route", "given", "more", "total"),
+    [
+        ("completions", {"prompt": [[5] * 40, [6] * 60], "n": 10}, {"n": 11}, 1100),
+        ("completions", {"prompt": [5] * 50, "n": 10, "prompt_logprobs": 0}, {"prompt_logprobs": 1}, 1500),
+        ("completions", {"prompt": [5] * 100, "n": 5, "echo": True, "logprobs": 0}, {"n": 6}, 1200),
+        ("chat/completions", {"messages": [USER], "n": 18}, {"n": 128}, 3584),
+    ],
+)
+def test_prompts_are_sent_for_each_choice_without_a_limit(
+    start: Callable[..., Front],
+    triton: ScriptedTriton,
+    monkeypatch: pytest.MonkeyPatch,
+    route: str,
+    given: dict,
+    more: dict,
+    total: int,
+) -> None:
+    monkeypatch.setattr(work, "MOST_TOKENS", 1000)
+    triton.script = script("ok")
+    url = f"{start().url}/{route}"
+    assert requests.post(url, json={"model": "tiny", **given}, timeout=60).status_code == 200
+    refused = requests.post(url, json={"model": "tiny", **given, **more}, timeout=60)
+    error = refused.json()["error"]
+    assert (refused.status_code, error["param"]) == (400, "n"), error
+    assert f"prompts x n are {total} tokens" in error["message"], error
 
 
 class Gate:
@@ -126,7 +185,9 @@ def test_a_large_body_holds_up_everybody_while_it_is_read(
     monkeypatch: pytest.MonkeyPatch,
     case: str,
 ) -> None:
-    monkeypatch.setattr(app, "parse", gate.around(app.parse))
+    """And Python's lock, if it is read in this process."""
+    monkeypatch.setattr(Aside, "run", gate.around(Aside.run))
+    monkeypatch.setattr(work, "parse", None)
     triton.script = script("ok")
     route, given = LARGE[case]
     front = start()
@@ -224,9 +285,7 @@ def test_a_long_prompt_waits_behind_the_largest(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     triton.script = script("ok")
-    plain = app.parse
-    held = gate.around(plain)
-    monkeypatch.setattr(app, "parse", lambda kind, body: (held if len(body) > 10**6 else plain)(kind, body))
+    monkeypatch.setattr(Aside, "run", gate.around(Aside.run))
     front = start()
     large = json.dumps({"model": "tiny", "prompt": [5] * 10**6}).encode()
     answers = [post(f"{front.url}/completions", large) for _ in range(4)]
@@ -245,8 +304,12 @@ def test_a_caller_that_left_is_read_on(
 ) -> None:
     """What it had sent is not even begun, if its thread was busy until then."""
     parsed: list[int] = []
-    plain = gate.around(app.parse)
-    monkeypatch.setattr(app, "parse", lambda kind, body: parsed.append(len(body)) or plain(kind, body))
+
+    def run(_: Aside, function: Callable[..., Any], body: bytearray, *arguments: Any) -> Any:
+        parsed.append(len(body))
+        return gate.around(function)(body, *arguments)
+
+    monkeypatch.setattr(Aside, "run", run)
     front = start()
     url, sent = f"{front.url}/completions", json.dumps({"model": "tiny", "prompt": [5] * 10**5}).encode()
     with ThreadPoolExecutor(1) as threads:
