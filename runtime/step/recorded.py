@@ -59,7 +59,7 @@ class Recorded:
         self.num_steps = 0
 
     def _check_room(self) -> None:
-        """What a program computes for a token is its own affair: the kernel would promise more than it has."""
+        """A program may compute anything for a token, and the kernel promises more than it has."""
         config = self._config
         rows, tokens, width = config.max_rows, config.max_step_tokens, config.num_drafts + 1
         lines = min(tokens, rows * width)
