@@ -18,9 +18,9 @@ from typing import Any
 from huggingface_hub import (
     HfApi,
     constants,
+    get_session,
     get_token,
     hf_hub_download,
-    set_client_factory,
     try_to_load_from_cache,
 )
 from huggingface_hub.errors import (
@@ -31,7 +31,7 @@ from huggingface_hub.errors import (
     RepositoryNotFoundError,
     RevisionNotFoundError,
 )
-from huggingface_hub.utils import HFValidationError, _http, validate_repo_id
+from huggingface_hub.utils import HFValidationError, validate_repo_id
 
 from hemiola.builder.checkpoint import INDEX, TOKENIZER_FILES, shard_names
 from hemiola.builder.formats.declared import MODELOPT
@@ -195,19 +195,29 @@ def _check_headers(response: Any) -> None:
 
 @contextmanager
 def _checked_headers() -> Iterator[None]:
-    """Of all that is asked meanwhile, by clients that a program has told huggingface_hub to make, too."""
-    make = _http._GLOBAL_CLIENT_FACTORY
+    """Of all that is asked meanwhile. huggingface_hub has one client, and closes it where a connection fails:
+    the next is checked, too."""
+    checked: list[Any] = []
 
-    def checking() -> Any:
-        client = make()
+    def check_next() -> None:
+        client: Any = get_session()
+        close = client.close
+
+        def close_and_go_on() -> None:
+            close()
+            check_next()
+
         client.event_hooks["response"].append(_check_headers)
-        return client
+        client.close = close_and_go_on
+        checked.append(client)
 
-    set_client_factory(checking)
+    check_next()
     try:
         yield
     finally:
-        set_client_factory(make)
+        for client in checked:
+            client.event_hooks["response"].remove(_check_headers)
+            del client.close
 
 
 @contextmanager

@@ -9,9 +9,12 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
-from huggingface_hub import constants, file_download
+from huggingface_hub import close_session, constants, file_download, get_session, set_client_factory
+from huggingface_hub import hf_hub_download as hub_download
+from huggingface_hub.utils._http import default_client_factory
 from kit import checkpoints
 from kit.fake_hub import TOKEN, FakeHub, commit_of
 from kit.stages import without_stages
@@ -298,6 +301,29 @@ def test_a_header_of_a_hub_names_a_file_outside_of_its_cache(
     assert f"{hub.endpoint} says {header} {value[:60]}" in str(error.value)
     assert not [name for name in files_of(tmp_path) if "outside" in name]
     assert not [name for name in files_of(tmp_path) if name.startswith("cache/models--") and "snap" in name]
+
+
+def test_headers_are_not_checked_once_a_connection_has_failed(hub: FakeHub, tmp_path: Path) -> None:
+    """huggingface_hub closes its client then. The next is made as the program wants it, and checked, too."""
+    made: list[Any] = []
+
+    def make() -> Any:
+        made.append(default_client_factory())
+        return made[-1]
+
+    set_client_factory(make)
+    try:
+        hub.lies = {"config.json": {"ETag": '"../../../outside"'}}
+        with hub_door._checked_headers():
+            close_session()
+            with pytest.raises(Refused, match="says ETag"):
+                hub_download(NAME, "config.json")
+        assert len(made) == 2 and get_session() is made[1] and not made[1].event_hooks["response"]
+        close_session()
+        assert get_session() is made[2] and not made[2].event_hooks["response"]
+        assert not [name for name in files_of(tmp_path) if "outside" in name]
+    finally:
+        set_client_factory(default_client_factory)
 
 
 def test_a_file_that_is_not_there_is_noted_outside_of_the_cache(hub: FakeHub, tmp_path: Path) -> None:
