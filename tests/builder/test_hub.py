@@ -326,6 +326,31 @@ def test_headers_are_not_checked_once_a_connection_has_failed(hub: FakeHub, tmp_
         set_client_factory(default_client_factory)
 
 
+@pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "model-00001-of-00002.safetensors"])
+def test_a_download_that_has_no_end_fills_the_disk(
+    name: str, hub: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hub_door, "SLACK", 2**20)
+    monkeypatch.setattr(constants, "DOWNLOAD_CHUNK_SIZE", 2**16)
+    hub.endless = {name}
+    size = (hub.models[NAME] / name).stat().st_size
+    with pytest.raises(
+        Refused, match=f"sends more than the {size} bytes that {name} of {NAME} has; set HF_ENDP"
+    ):
+        fetch()
+    files = [path for path in (tmp_path / "cache").rglob("*") if path.is_file()]
+    assert max(path.stat().st_size for path in files) < size + 2**21
+
+
+def test_a_tokenizer_of_terabytes_is_fetched(hub: FakeHub) -> None:
+    commit = commit_of(NAME, "main")
+    files = [{"rfilename": "config.json", "size": 9}, {"rfilename": "tokenizer.json", "size": 2**42}]
+    hub.description = {"id": NAME, "sha": commit, "siblings": files}
+    with pytest.raises(Refused, match=f"tokenizer.json of {NAME} on .* has {2**42} bytes, at most"):
+        fetch()
+    assert not hub.fetched()
+
+
 def test_a_file_that_is_not_there_is_noted_outside_of_the_cache(hub: FakeHub, tmp_path: Path) -> None:
     """huggingface_hub notes it as an empty file in a folder of the commit."""
     name = "hf_quant_config.json"
