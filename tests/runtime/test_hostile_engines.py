@@ -101,6 +101,13 @@ def test_every_field_of_a_manifest_that_is_wrong_is_refused_or_harmless(
                 assert found == stranger.expected, path
 
 
+def test_a_size_of_a_profile_controls_a_terminal(stranger: Stranger) -> None:
+    content = stranger.content()
+    content["segments"][0]["profiles"] = [{"name": "decode", "sizes": {"\x1b]0;a\x07": [1, 2, 3]}}]
+    (stranger.dir / FILE).write_text(json.dumps(content))
+    assert "printable characters" in stranger.outcome()["refused"]
+
+
 @pytest.mark.parametrize("change", ["missing", "extra", "twice"])
 def test_a_field_that_is_missing_unknown_or_there_twice_is_refused_by_name(
     stranger: Stranger, change: str
