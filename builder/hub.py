@@ -18,9 +18,9 @@ from typing import Any
 from huggingface_hub import (
     HfApi,
     constants,
+    get_session,
     get_token,
     hf_hub_download,
-    set_client_factory,
     try_to_load_from_cache,
 )
 from huggingface_hub.errors import (
@@ -31,7 +31,7 @@ from huggingface_hub.errors import (
     RepositoryNotFoundError,
     RevisionNotFoundError,
 )
-from huggingface_hub.utils import HFValidationError, _http, validate_repo_id
+from huggingface_hub.utils import HFValidationError, validate_repo_id
 
 from hemiola.builder.checkpoint import INDEX, TOKENIZER_FILES, shard_names
 from hemiola.builder.formats.declared import MODELOPT
@@ -40,6 +40,8 @@ from hemiola.runtime.progress import FETCHING, Report, size
 
 CONFIG = "config.json"
 SMALL = (CONFIG, "generation_config.json", MODELOPT, INDEX, *TOKENIZER_FILES)
+MOST_SMALL = 2**27  # bytes of each; the largest known, a tokenizer, has 35 MB
+SLACK = 2**26  # bytes beyond a file's size after which a download has no end
 JOINED = ("ETag", "X-Linked-ETag", "X-Repo-Commit")
 PART_OF_A_PATH = re.compile(r'(W/)?"?[\w:;,+=~-][\w.:;,+=~-]{0,199}"?', re.ASCII)
 COMMIT = re.compile(r"\w{1,200}", re.ASCII)
@@ -79,7 +81,11 @@ def locate(path: Path, revision: str | None, report: Report) -> Origin:
         if CONFIG not in sizes:
             message = f"{repo} on {constants.ENDPOINT} has no {CONFIG}"
             raise Refused("not_found", message=message, way_out="name a checkpoint in safetensors")
-        named = Path(hf_hub_download(repo, CONFIG, revision=revision))  # the cache keeps what the name means
+        _refuse_large(repo, sizes)
+        bar = _bar(report, repo, CONFIG, sizes[CONFIG])
+        named = Path(
+            hf_hub_download(repo, CONFIG, revision=revision, tqdm_class=bar)
+        )  # the cache keeps what the name means
         if named.parent.name != commit:
             message = f"{repo} on {constants.ENDPOINT} has just changed"
             raise Refused("failed", message=message, way_out="build again")
@@ -132,7 +138,7 @@ def _fetch(origin: Origin, names: Iterable[str], report: Report) -> None:
     _refuse_full_disk(origin, sum(wanted[name] for name in absent))
     done, total = 0, sum(wanted[name] for name in absent)
     for name, num_bytes in wanted.items():
-        bar = _bar(report, done, total)
+        bar = _bar(report, origin.repo, name, num_bytes, done, total)
         path = Path(hf_hub_download(origin.repo, name, revision=origin.commit, tqdm_class=bar))
         done += num_bytes if name in absent else 0
         if (size := path.stat().st_size) != num_bytes:
@@ -140,6 +146,15 @@ def _fetch(origin: Origin, names: Iterable[str], report: Report) -> None:
             raise Refused("damaged", message=message, way_out=f"remove {path.resolve()} and build again")
     if absent:
         report(FETCHING, total, total)
+
+
+def _refuse_large(repo: str, sizes: Mapping[str, int]) -> None:
+    for name in SMALL:
+        if (found := sizes.get(name, 0)) > MOST_SMALL:
+            message = (
+                f"{name} of {repo} on {constants.ENDPOINT} has {found} bytes, at most {MOST_SMALL} are read"
+            )
+            raise Refused("too_long", message=message, way_out="name another checkpoint")
 
 
 def _in_cache(origin: Origin, name: str) -> bool:
@@ -195,19 +210,29 @@ def _check_headers(response: Any) -> None:
 
 @contextmanager
 def _checked_headers() -> Iterator[None]:
-    """Of all that is asked meanwhile, by clients that a program has told huggingface_hub to make, too."""
-    make = _http._GLOBAL_CLIENT_FACTORY
+    """Of all that is asked meanwhile. huggingface_hub has one client, and closes it where a connection fails:
+    the next is checked, too."""
+    checked: list[Any] = []
 
-    def checking() -> Any:
-        client = make()
+    def check_next() -> None:
+        client: Any = get_session()
+        close = client.close
+
+        def close_and_go_on() -> None:
+            close()
+            check_next()
+
         client.event_hooks["response"].append(_check_headers)
-        return client
+        client.close = close_and_go_on
+        checked.append(client)
 
-    set_client_factory(checking)
+    check_next()
     try:
         yield
     finally:
-        set_client_factory(make)
+        for client in checked:
+            client.event_hooks["response"].remove(_check_headers)
+            del client.close
 
 
 @contextmanager
@@ -255,8 +280,9 @@ def _refused(repo: str, revision: str | None, error: Exception) -> Refused:
     return Refused("failed", message=message, way_out="build again; files that have come are kept")
 
 
-def _bar(report: Report, done: int, total: int) -> Any:
-    """A class that huggingface_hub takes for tqdm's: it reports bytes of one file, behind `done` others."""
+def _bar(report: Report, repo: str, name: str, most: int, done: int = 0, total: int = 0) -> Any:
+    """A class that huggingface_hub takes for tqdm's: it reports bytes of one file, behind `done` others, and
+    ends a download that does not end by itself: huggingface_hub would fill the disk."""
 
     class Bar:
         def __init__(self, *_: object, initial: int = 0, **__: object) -> None:
@@ -264,7 +290,11 @@ def _bar(report: Report, done: int, total: int) -> Any:
 
         def update(self, n: float | None = 1) -> None:
             self.num_bytes += int(n or 0)
-            report(FETCHING, done + self.num_bytes, total)
+            if self.num_bytes > most + SLACK:
+                message = f"{constants.ENDPOINT} sends more than the {most} bytes that {name} of {repo} has"
+                raise Refused("malformed", message=message, way_out="set HF_ENDPOINT to another Hub")
+            if total:
+                report(FETCHING, done + self.num_bytes, total)
 
         def ignore(self, *_: object, **__: object) -> None:
             """Speeds, and bytes on the way of files that are compressed there."""

@@ -8,6 +8,7 @@ import shutil
 import tempfile
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
+from itertools import count
 from pathlib import Path
 
 from hemiola.builder.checkpoint import read_json
@@ -32,6 +33,10 @@ def refuse_occupied(engine_dir: Path) -> None:
     if engine_dir.exists() and not engine_dir.is_dir():
         message = f"--engine-dir {engine_dir} is a file"
         raise Refused("not_found", "engine_dir", message=message, way_out="choose a directory")
+    if engine_dir.is_mount():
+        message = f"--engine-dir {engine_dir} is a mount point, which a new engine cannot replace"
+        way_out = f"choose a directory in it, such as {engine_dir / 'engine'}"
+        raise Refused("in_use", "engine_dir", message=message, way_out=way_out)
     if engine_dir.is_dir() and any(engine_dir.iterdir()) and not (engine_dir / manifest.FILE).is_file():
         message = f"--engine-dir {engine_dir} has files but no engine in it"
         raise Refused("in_use", "engine_dir", message=message, way_out="choose an empty or a new directory")
@@ -74,10 +79,13 @@ def fresh(engine_dir: Path) -> Iterator[Path]:
     try:
         folder.mkdir(0o755)
         yield folder
-        refuse_occupied(engine_dir)  # files may have come meanwhile
-        if engine_dir.exists():
-            engine_dir.rename(old)
-        folder.rename(engine_dir)
+        try:
+            refuse_occupied(engine_dir)  # files may have come meanwhile
+            if engine_dir.exists():
+                engine_dir.rename(old)
+            folder.rename(engine_dir)
+        except (Refused, OSError) as error:
+            raise _kept(folder, engine_dir, error) from None
     except OSError as error:
         if error.errno == errno.ENOMEM:
             raise MemoryError(error.strerror) from None
@@ -89,6 +97,17 @@ def fresh(engine_dir: Path) -> Iterator[Path]:
     finally:
         _close_workshop(workshop, engine_dir)
         os.close(lock)
+
+
+def _kept(folder: Path, engine_dir: Path, error: Refused | OSError) -> Refused:
+    """An engine that was built in hours is not thrown away because its place is taken: it stays beside it."""
+    places = (engine_dir.with_name(f"{engine_dir.name}.built-{number}") for number in count(1))
+    beside = next(path for path in places if not os.path.lexists(path))
+    folder.rename(beside)
+    why = str(error) if isinstance(error, Refused) else f"{engine_dir} cannot be replaced ({error.strerror})"
+    way_out = f"make room there and move {beside} to {engine_dir}"
+    message = f"the engine is built, but {why.partition('; ')[0]}"
+    return Refused("in_use", "engine_dir", message=message, way_out=way_out)
 
 
 def _open_workshop(engine_dir: Path) -> tuple[Path, int]:

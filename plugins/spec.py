@@ -356,6 +356,16 @@ def fp32_in_sixteens(
     return refuses
 
 
+def in_groups(many: str, few: str) -> Callable[[Call], str]:
+    """Refuses heads that do not make whole groups: a kernel would look for a group that is not there."""
+
+    def refuses(call: Call) -> str:
+        heads, groups = call.sizes[many], call.sizes[few]
+        return "" if groups and heads % groups == 0 else f"{many} is {heads}, no multiple of {few} {groups}"
+
+    return refuses
+
+
 def quantised(*names: str) -> Callable[[Call], str]:
     """Refuses calls in which one of these weights is plain."""
 

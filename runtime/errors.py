@@ -47,8 +47,13 @@ CODES: tuple[Code, ...] = get_args(Code)
 
 def one_line(error: object) -> str:
     """What somebody else said, for a line of ours. Libraries repeat what they refuse, however long it is."""
-    text = "".join(char if char.isprintable() else "\ufffd" for char in " ".join(str(error).split()))
+    text = _printable(" ".join(str(error).split()))
     return text if len(text) <= MOST_SAID else f"{text[:MOST_SAID]}..."
+
+
+def _printable(text: str) -> str:
+    """Without what a terminal obeys: names of tensors, fields and files may be anybody's."""
+    return text if text.isprintable() else "".join(c if c.isprintable() else "\ufffd" for c in text)
 
 
 def counted(num: int, one: str, more: str) -> str:
@@ -170,7 +175,7 @@ class Refused(ValueError):
         return self.sentence(in_python)
 
     def sentence(self, door: Door) -> str:
-        return "".join(part if isinstance(part, str) else door(part) for part in self.parts)
+        return _printable("".join(part if isinstance(part, str) else door(part) for part in self.parts))
 
     def renamed(self, door: Door) -> "Refused":
         """The same, with the names of a door."""

@@ -134,17 +134,19 @@ class SegmentPiece(Frozen):
     """One step of a segment that was cut. Values are named; each is computed once."""
 
     kind: Literal["part", "view", "op"]
-    name: str  # of the file in parts/, of torch's view, or of the op, whose node is the next of the segment's
-    inputs: tuple[str, ...]
-    outputs: tuple[str, ...]
-    constants: tuple[int | float | str | bool, ...] = ()  # sizes of a view, attributes of an op
+    name: (
+        Line  # of the file in parts/, of torch's view, or of the op, whose node is the next of the segment's
+    )
+    inputs: tuple[Line, ...]
+    outputs: tuple[Line, ...]
+    constants: tuple[int | float | Line | bool, ...] = ()  # sizes of a view, attributes of an op
 
 
 class Profile(Frozen):
     """Sizes that compiled parts take: by name the least, the usual and the most."""
 
     name: Word
-    sizes: dict[str, tuple[Count, Count, Count]]
+    sizes: dict[Line, tuple[Count, Count, Count]]
 
 
 class Segment(Frozen):
@@ -165,7 +167,7 @@ class Segment(Frozen):
         Word, Annotated[Word, AfterValidator(_layout)]
     ] = {}  # of quantised weights, by name (plugins/groups.py)
     pieces: tuple[SegmentPiece, ...] = ()  # in the order in which they run
-    outputs: tuple[str, ...] = ()  # logits and hidden among the values of the pieces
+    outputs: tuple[Line, ...] = ()  # logits and hidden among the values of the pieces
     compiler: Word = ""  # of the parts: the target and its version
     profiles: tuple[Profile, ...] = ()  # of the parts, the one for the fewest tokens first
     work_bytes: int = Field(
@@ -198,5 +200,5 @@ class Kernels(Frozen):
     cuda: str = Field(
         pattern=r"^\d{1,4}(\.\d{1,4})*$"
     )  # version of the assembler: a driver must know its major
-    sources: str  # plugins/gpu/binaries.py
+    sources: Line  # plugins/gpu/binaries.py
     binaries: tuple[KernelFile, ...]

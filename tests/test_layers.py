@@ -196,3 +196,15 @@ def test_a_class_name_occurs_once() -> None:
                 if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
                     homes.setdefault(node.name, []).append(str(path.relative_to(ROOT)))
     assert {name for name, found in homes.items() if len(found) > 1} == SHARED_NAMES, homes
+
+
+def test_a_process_that_we_start_imports_from_the_folder_that_a_user_is_in() -> None:
+    """Python puts it first, before its own library, unless -P or -I forbids it: it may be a stranger's."""
+    found = []
+    for path in (path for room in MAY_IMPORT for path in (ROOT / room).rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            match node:
+                case ast.List(elts=[ast.Attribute(attr="executable"), ast.Constant(value=first), *_]):
+                    assert first in ("-P", "-I"), f"{path}:{node.lineno} starts Python with {first}"
+                    found.append(path.name)
+    assert {"followers.py", "bench.py", "launcher.py", "trial.py", "network.py"} <= set(found)

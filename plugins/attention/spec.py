@@ -18,6 +18,7 @@ from hemiola.plugins.spec import (
     Result,
     first_reason,
     fp32_in_sixteens,
+    in_groups,
     one_dtype,
 )
 
@@ -31,6 +32,11 @@ def _refuses_on_cuda(call: Call) -> str:
     if depth not in (16, 32, 64, 128, 256):
         return f"D is {depth}, not 16, 32, 64, 128 or 256"
     return Reason(f"L is {page_len}, no multiple of 16", "page_len") if page_len % 16 else ""
+
+
+def _refuses_first(call: Call) -> str:
+    """No key stands before place 0."""
+    return f"first is {call.attrs['first']}, below 0" if call.attrs["first"] < 0 else ""
 
 
 def _refuses_scales(call: Call) -> str:
@@ -57,6 +63,9 @@ def _refuses_pages(call: Call) -> str:
         if reason := refuses_codes(part, bits, depth):
             return Reason(reason, "kv_dtype")
     return ""
+
+
+_REFUSES = first_reason(in_groups("H", "G"), _refuses_first, _refuses_pages, _refuses_scales)
 
 
 def _but_pages(refuses: Callable[[Call], str]) -> Callable[[Call], str]:
@@ -88,15 +97,13 @@ ATTENTION = Op(
         Form(
             "compiled",
             "cpu",
-            first_reason(
-                _but_pages(fp32_in_sixteens("DL", {"L": "page_len"})), _refuses_pages, _refuses_scales
-            ),
+            first_reason(_but_pages(fp32_in_sixteens("DL", {"L": "page_len"})), _REFUSES),
             options=("logits_ids",),
         ),
         Form(
             "cuda",
             "cuda",
-            first_reason(_refuses_on_cuda, _but_pages(one_dtype()), _refuses_pages, _refuses_scales),
+            first_reason(_refuses_on_cuda, _but_pages(one_dtype()), _REFUSES),
         ),
     ),
     options=(Arg("logits_ids", "I", INT),),  # builder/passes/lines.py

@@ -1,9 +1,11 @@
 """Where compiled kernels are kept: by what they are made of, never by the path of their source."""
 
 import atexit
+import grp
 import hashlib
 import logging
 import os
+import pwd
 import re
 import shutil
 import stat
@@ -46,6 +48,8 @@ def cache_dir() -> Path:
             )
         elif os.access(folder, os.W_OK):
             os.utime(folder)
+            if folder.stat().st_uid == os.geteuid():
+                folder.chmod(0o700)  # so that what is put there later is ours, too, whatever the umask is
             others = (other for other in folder.parent.iterdir() if FOLDER.fullmatch(other.name))
             _remove(others, KEPT_SECONDS)
             return folder
@@ -61,11 +65,24 @@ def _of_others(folders: Sequence[Path]) -> Path | None:
     there, so it must be the user's own or root's; in those above the last, others may have files of their
     own."""
     for folder in folders:
-        mode = folder.stat().st_mode
-        is_open = mode & stat.S_IWOTH and (folder == folders[-1] or not mode & stat.S_ISVTX)
+        status = folder.stat()
+        mode = status.st_mode
+        by_others = mode & stat.S_IWOTH or (mode & stat.S_IWGRP and not _is_private(status.st_gid))
+        is_open = by_others and (folder == folders[-1] or not mode & stat.S_ISVTX)
         if is_open or not _owners(folder) <= {0, os.geteuid()}:
             return folder
     return None
+
+
+def _is_private(group: int) -> bool:
+    """Whether only the user and root are in it: root's, or one of the user's name, as most systems have."""
+    if group == 0:
+        return True
+    try:
+        own, found = pwd.getpwuid(os.geteuid()), grp.getgrgid(group)
+    except KeyError:  # nobody knows who is in it
+        return False
+    return group == own.pw_gid and found.gr_name == own.pw_name and {*found.gr_mem} <= {own.pw_name}
 
 
 def _owners(folder: Path) -> set[int]:

@@ -255,7 +255,8 @@ def numbers(operand: Operand) -> Operand:
 def lines(operand: Operand) -> Operand:
     """The tensor [T, *F], copied unless the numbers of a token lie side by side; tokens may lie apart."""
     if isinstance(operand, View):
-        assert operand.in_lines
+        if not operand.in_lines:
+            raise ValueError(f"the numbers of a token, {list(operand.shape[1:])}, lie apart")
         return operand
     if operand.is_contiguous() or operand[0].is_contiguous():
         return operand

@@ -105,12 +105,16 @@ class RecordedStep:
         """With these sizes and addresses. Raises what a kernel found wrong with what it was given."""
         run_all([(self, given)])
 
+    def room(self, sizes: Mapping[str, int]) -> int:
+        """Bytes of its arena at these sizes."""
+        return evaluate(self._arena_bytes, sizes)
+
     def _prepare(self, given: dict[str, int]) -> None:
         sizes = tuple(map(given.get, self._sizes))
         if sizes not in self._fitting:
             if len(self._fitting) == MOST_KNOWN:
                 self._fitting.clear()
-            self._make_room(evaluate(self._arena_bytes, given))
+            self._make_room(self.room(given))
             self._fitting.add(sizes)
 
     def _check(self) -> None:

@@ -6,16 +6,26 @@ from hemiola.plugins.spec import (
     ROWS,
     Arg,
     Attr,
+    Call,
     Form,
     Op,
     Result,
     first_reason,
     fp32_in_sixteens,
+    in_groups,
     on_the_grid,
     one_dtype,
 )
 
 WIDE = ("dt_bias", "A", "state", "g_records", "beta_records")
+
+
+def _refuses_decays(call: Call) -> str:
+    decays, depth = call.sizes["J"], call.sizes["K"]
+    return "" if decays in (1, depth) else f"J is {decays}, not 1 or K {depth}"
+
+
+HEADS = first_reason(in_groups("H", "G"), _refuses_decays)
 
 
 # J is 1 (gated delta rule) or K (Kimi delta attention: a decay per channel).
@@ -40,7 +50,7 @@ DELTA = Op(
     results=(Result("THV"),),
     reference=reference,
     forms=(
-        Form("compiled", "cpu", fp32_in_sixteens("KV")),
-        Form("cuda", "cuda", first_reason(on_the_grid("K"), one_dtype(WIDE))),
+        Form("compiled", "cpu", first_reason(fp32_in_sixteens("KV"), HEADS)),
+        Form("cuda", "cuda", first_reason(on_the_grid("K"), one_dtype(WIDE), HEADS)),
     ),
 )

@@ -11,11 +11,13 @@ from hemiola.plugins.spec import (
     Result,
     first_reason,
     fp32_in_sixteens,
+    in_groups,
     on_the_grid,
     one_dtype,
 )
 
 WIDE = ("dt_bias", "A", "D", "state", "dt_records")
+HEADS = in_groups("H", "G")
 
 
 # D is the state's width here; N is taken by the rows.
@@ -39,7 +41,7 @@ MAMBA2 = Op(
     results=(Result("THP"),),
     reference=reference,
     forms=(
-        Form("compiled", "cpu", fp32_in_sixteens("PD")),
-        Form("cuda", "cuda", first_reason(on_the_grid("D"), one_dtype(WIDE))),
+        Form("compiled", "cpu", first_reason(fp32_in_sixteens("PD"), HEADS)),
+        Form("cuda", "cuda", first_reason(on_the_grid("D"), one_dtype(WIDE), HEADS)),
     ),
 )

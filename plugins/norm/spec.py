@@ -13,7 +13,7 @@ def _refuses(call: Call) -> str:
 
 def _refuses_on_cpu(call: Call) -> str:
     width, group_len = call.sizes["W"], call.attrs["group_len"]
-    if group_len % 16 or width % group_len:
+    if group_len <= 0 or group_len % 16 or width % group_len:
         return f"group_len is {group_len}, not a multiple of 16 that divides the width {width}"
     return ""
 

@@ -21,7 +21,7 @@ def _refuses(call: Call) -> str:
     if call.attrs["scoring"] not in ("softmax", "sigmoid"):
         return f"scoring is {call.attrs['scoring']!r}, not softmax or sigmoid"
     num_experts, num_groups = call.sizes["E"], call.attrs["num_groups"]
-    if num_experts % num_groups or (num_groups > 1 and num_experts // num_groups < 2):
+    if num_groups <= 0 or num_experts % num_groups or (num_groups > 1 and num_experts // num_groups < 2):
         return f"{num_experts} experts do not make {num_groups} groups"
     if not 0 < call.attrs["top_groups"] <= num_groups:
         return f"{call.attrs['top_groups']} groups of {num_groups} cannot stay"

@@ -83,7 +83,7 @@ def _engine(engine_dir: Path | None, config: Path | None, options: Mapping[str, 
         limits = {name: options[name] for name in BUILT if isinstance(options.get(name), int | str)}
         for name, value in limits.items():
             command += [] if value == "auto" else [f"--{name.replace('_', '-')}", str(value)]
-        built = subprocess.run([sys.executable, "-m", "hemiola.builder", *command])
+        built = subprocess.run([sys.executable, "-P", "-m", "hemiola.builder", *command])
         if built.returncode:
             raise SystemExit(built.returncode)  # it has said why, and before that how far it was
         yield engine

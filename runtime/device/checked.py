@@ -29,7 +29,8 @@ TRIED = (
     {"T": 7, "N": 3, "W": 5, "L": 2, "P": 11, "S": 13},
     {"T": 17, "N": 19, "W": 23, "L": 29, "P": 31, "S": 37},
 )
-MOST_WIDTH = 2**26  # numbers of one token in one value
+MOST_WIDTH = 2**24  # numbers of one token in one value
+MOST_PARTS = 1024  # of a value that is split
 SELECT = torch.ops.aten.index_select.default
 PLAIN = "as it is"  # a weight that no form packs
 HEAD_OPS = ["linear", "linear_argmax"]  # of logits, and of the best of them
@@ -51,7 +52,7 @@ def check_program(
     try:
         for sizes in TRIED:
             _Trial(program, segment, bound, manifest, device, sizes, hidden).run()
-    except (ValueError, TypeError, IndexError, KeyError, RuntimeError, AssertionError) as error:
+    except (ArithmeticError, ValueError, TypeError, LookupError, RuntimeError, AssertionError) as error:
         reason = one_line(error)
         message = f"{segment.file} does not fit together ({reason})"
         raise Refused("damaged", message=message, way_out="run build-engine again") from None
@@ -184,13 +185,13 @@ class _Trial:
         value = node.meta.get("val")
         if value is None or value.dim() != len(letters):
             raise ValueError(f"{node.name} has not the sizes [{', '.join(letters)}]")
-        known = self._sizes | {"8": 8, "F": value.shape[-1]}
+        known = self._sizes | {"8": 8, "F": self._manifest.hidden_size}
         is_hidden = "F" in letters
         if value.is_floating_point() != is_hidden or (not is_hidden and value.dtype != torch.int32):
             raise ValueError(f"{node.name} is {value.dtype}")
         shape = [known[letter] for letter in letters]
-        if letters.endswith("8") and value.shape[-1] != 8:
-            raise ValueError(f"{node.name} is {_told(value)}, rows have 8 numbers")
+        if letters[-1] in "8F" and value.shape[-1] != shape[-1]:
+            raise ValueError(f"{node.name} is {_told(value)}, {name} has {shape[-1]} numbers")
         self._values[node] = torch.empty(shape, dtype=value.dtype, device="meta")
         if not is_hidden:
             self._numbers[node] = name
@@ -354,12 +355,36 @@ def _joined(parts: Any, dim: int = 0) -> torch.Tensor:
     return torch.empty(shape, dtype=first.dtype, device="meta")
 
 
-# On tensors without memory torch computes these four in Python and imports torch._dynamo: 2 s of a start.
-SHAPES: dict[Any, Callable[..., torch.Tensor]] = {
+def _split(x: torch.Tensor, size: int, dim: int = 0) -> Any:
+    _check_parts(-(-x.shape[dim] // max(size, 1)))
+    return torch.ops.aten.split.Tensor(x, size, dim)
+
+
+def _chunk(x: torch.Tensor, count: int, dim: int = 0) -> Any:
+    _check_parts(min(count, x.shape[dim]))
+    return torch.ops.aten.chunk.default(x, count, dim)
+
+
+def _split_with_sizes(x: torch.Tensor, sizes: list[int], dim: int = 0) -> Any:
+    _check_parts(len(sizes))
+    return torch.ops.aten.split_with_sizes.default(x, sizes, dim)
+
+
+def _check_parts(number: int) -> None:
+    """Each is an object, and a line of a file can make millions of them."""
+    if number > MOST_PARTS:
+        raise ValueError(f"a value is split into {number} parts, at most {MOST_PARTS} are taken")
+
+
+# On tensors without memory torch computes the first four in Python and imports torch._dynamo: 2 s of a start.
+SHAPES: dict[Any, Callable[..., Any]] = {
     torch.ops.aten.add.Tensor: _broadcast,
     torch.ops.aten.mul.Tensor: _broadcast,
     torch.ops.aten.relu.default: torch.empty_like,
     torch.ops.aten.cat.default: _joined,
+    torch.ops.aten.split.Tensor: _split,
+    torch.ops.aten.chunk.default: _chunk,
+    torch.ops.aten.split_with_sizes.default: _split_with_sizes,
 }
 
 

@@ -21,7 +21,7 @@ from hemiola.runtime.device.ring import NAP, RecordWriter
 from hemiola.runtime.device.windows import Windows
 from hemiola.runtime.errors import RankLost, Refused
 
-COMMAND = [sys.executable, "-m", "hemiola.runtime.step.follower"]
+COMMAND = [sys.executable, "-P", "-m", "hemiola.runtime.step.follower"]
 TICK = 0.1  # seconds between two looks at the followers
 SILENT = 10.0  # seconds without a heartbeat, while the leader has a core: a process that was stopped
 STUCK = 60.0  # seconds of a step in which no rank calls a kernel or meets the others

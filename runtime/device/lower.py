@@ -21,7 +21,7 @@ from hemiola.plugins.groups import Layout
 from hemiola.plugins.sizes import FreeSize
 from hemiola.runtime.abi import INPUTS, OUTPUTS
 from hemiola.runtime.device.program import OURS, layouts_of
-from hemiola.runtime.errors import Refused, shown
+from hemiola.runtime.errors import Refused, one_line, shown
 from hemiola.runtime.manifest_parts import OpNode, Segment
 
 SIZES = "TNWL"  # what is free in a step
@@ -121,7 +121,10 @@ class _Lowering:
     def _op(self, node: Node, chosen: OpNode) -> Any:
         """Our op, in the form that was chosen when the engine was built."""
         function = OPS[chosen.op].bind(chosen.form, chosen.sizes, self._layouts[node])
-        return function(*(_mapped(value, self._values) for value in node.args))
+        try:
+            return function(*(_mapped(value, self._values) for value in node.args))
+        except ValueError as error:  # numbers that lie apart
+            raise self._refused(node, f"cannot run ({one_line(error)})") from None
 
     def _function(self, node: Node) -> Any:
         args = [_mapped(value, self._values) for value in node.args]
@@ -171,16 +174,18 @@ class _Lowering:
         return self._lower_split(node, x, -(-x.shape[dim] // count), dim)
 
     def _lower_cat(self, node: Node, parts: list[View], dim: int) -> View:
-        if dim != 1 or len(parts[0].shape) != 2:
+        if dim != 1:
             raise self._refused(node, f"joins {parts[0].shape} in dimension {dim}, not lines side by side")
+        for part in parts:
+            self._check_lines(node, part)
         return moves.concatenate(parts)
 
     def _lower_index_select(self, node: Node, x: View, dim: int, ids: View) -> View:
-        if len(x.shape) != 2:
-            raise self._refused(node, f"selects from {x.shape} in dimension {dim}, not lines")
+        self._check_lines(node, x)
         return moves.gather(x, ids)
 
     def _lower_relu(self, node: Node, x: View) -> View:
+        self._check_lines(node, x)
         return x if _is_squared(node) else moves.combine(moves.RELU, x, x)
 
     def _lower_mul(self, node: Node, a: View, b: View) -> View:
@@ -198,13 +203,22 @@ class _Lowering:
             if not isinstance(term, Node):
                 raise self._refused(node, f"calculates with {shown(term)}, which is no value of the program")
 
+    def _check_lines(self, node: Node, x: View) -> None:
+        """Kernels of moves take lines of numbers in fp32, whatever lies there: narrow ones end sooner."""
+        if len(x.shape) != 2 or x.dtype != torch.float32:
+            raise self._refused(
+                node, f"takes lines of {x.dtype} {list(x.shape[1:])}, kernels take one dimension of float32"
+            )
+
     def _lower_to(self, node: Node, x: View, dtype: torch.dtype) -> View:
         if dtype != x.dtype:
             raise self._refused(node, f"turns {x.dtype} into {dtype}, which no kernel does")
         return x
 
     def _combine(self, node: Node, kind: int, a: View, b: View) -> View:
-        if a.shape != b.shape or len(a.shape) != 2:
+        self._check_lines(node, a)
+        self._check_lines(node, b)
+        if a.shape != b.shape:
             raise self._refused(node, f"combines {a.shape} and {b.shape}, not lines of one length")
         return moves.combine(kind, a, b)
 

@@ -35,7 +35,8 @@ CALLS |= {str(function): function for function in EXACT} | {f"{OPERATOR}.getitem
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn)
 DTYPES = {name_of(dtype): dtype for dtype in (*FLOATS, torch.uint8, torch.int32, torch.int64)}
 NAME = re.compile(r"[A-Za-z][A-Za-z0-9_]{0,199}")
-MOST_BYTES = 2**26  # of a program; one of 100 layers has less than 2**20
+MOST_BYTES = 2**23  # of a program; one of 100 layers has less than 2**20
+MOST_LINES = 2**14  # the memory of a step is planned in the square of them; one of 100 layers has some 4,000
 MOST_DIMS = 8
 MOST_SIZE = 2**31 - 1
 
@@ -78,7 +79,11 @@ def _written(value: Any) -> Any:
 def load_program(path: Path) -> GraphModule:
     """A module that takes weights, states and inputs flat. The tensors of its nodes have no memory."""
     graph, nodes = Graph(), {}
-    for number, text in enumerate(_text(path).splitlines(), 1):
+    lines = _text(path).splitlines()
+    if len(lines) > MOST_LINES:
+        message = f"{path} has {len(lines)} lines, a program at most {MOST_LINES}"
+        raise Refused("damaged", message=message, way_out="run build-engine again")
+    for number, text in enumerate(lines, 1):
         try:
             node = _node(graph, nodes, parse_json(text))
         except (ValueError, TypeError, RuntimeError) as error:  # of ours, and of torch about a size
@@ -144,7 +149,7 @@ def _check_name(name: Any, nodes: dict[str, Node]) -> None:
 def _input(graph: Graph, name: str, args: Any, nodes: dict[str, Node]) -> Node:
     if args != []:
         raise ValueError(f"{name!r} is an input and has the arguments {shown(args)}")
-    if any(node.op != "placeholder" for node in nodes.values()):
+    if nodes and next(reversed(nodes.values())).op != "placeholder":
         raise ValueError(f"{name!r} is an input behind a call")
     return graph.placeholder(name)
 

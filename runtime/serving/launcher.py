@@ -181,7 +181,7 @@ class Server:
         )
         command = command_line(triton, self._home, self.ports, self._switches)
         self._process = subprocess.Popen(
-            [sys.executable, "-c", LAUNCH, str(os.getpid()), *command],
+            [sys.executable, "-P", "-c", LAUNCH, str(os.getpid()), *command],
             env=self._environment,
             cwd=self._home.path / "python",
             stdout=subprocess.PIPE,

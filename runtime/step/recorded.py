@@ -16,7 +16,9 @@ from hemiola.plugins.sizes import FreeSize
 from hemiola.plugins.step.plan import ANSWERS, COLUMNS
 from hemiola.runtime.choose.rule import Rule
 from hemiola.runtime.device.head import Head
+from hemiola.runtime.device.memory import free_bytes_of_host
 from hemiola.runtime.device.session import Computed
+from hemiola.runtime.errors import Refused, any_of
 from hemiola.runtime.schedule.plan import Plan
 from hemiola.runtime.step.choice import Argmax
 from hemiola.runtime.step.output import StepOutput
@@ -53,7 +55,21 @@ class Recorded:
             self._steps = [self._record(kind) for kind in ("begin", "again", "end")]
         else:
             self._steps = [self._record("step")]
+        self._check_room()
         self.num_steps = 0
+
+    def _check_room(self) -> None:
+        """A program may compute anything for a token, and the kernel promises more than it has."""
+        config = self._config
+        rows, tokens, width = config.max_rows, config.max_step_tokens, config.num_drafts + 1
+        lines = min(tokens, rows * width)
+        sizes: dict[str, int] = dict(zip(SIZES, (rows, tokens, lines, tokens, rows, width), strict=True))
+        needed, free = max(step.room(sizes) for step in self._steps), free_bytes_of_host()
+        if needed > free:
+            what = f"a step of {tokens} tokens"
+            message = f"there is no memory for {what}: it takes {needed} bytes, and {free} are free"
+            way_out = ("lower ", *any_of("max_step_tokens", "max_rows", "num_pages"))
+            raise Refused("exhausted", "max_step_tokens", message=message, way_out=way_out)
 
     def open(self, slot_id: int, rule: Rule) -> None:
         """Nothing of a request is kept here."""

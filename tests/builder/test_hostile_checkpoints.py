@@ -10,8 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from kit import checkpoints, quantised
 from kit.stranger import all_places, put
+from safetensors.torch import load_file, save_file
 
 from hemiola.builder import build as module
 from hemiola.builder.build import build
@@ -38,7 +40,8 @@ NUMBERS = [
     float("inf"),
     float("nan"),
 ]
-TEXTS = ["", "x", "\ud800", "4096", "x" * 10_000, "M*-E" * 3000]
+ESCAPE = "\x1b]0;a\x07\nerror: b"  # a terminal's title, and a line of its own
+TEXTS = ["", "x", ESCAPE, "\ud800", "4096", "x" * 10_000, "M*-E" * 3000]
 LISTS = [[], [None], [1], [2**70], ["x"], [[]], ["full_attention"] * 5000, {}, {"a": 1}]
 FLOATS = [{"__float__": value} for value in ("nan", "x", None, [1], True, "Infinity")]
 WRONG: list[Any] = [None, *NUMBERS, *TEXTS, *LISTS, *FLOATS]
@@ -65,7 +68,7 @@ def attempt(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., st
         except Reached:
             return ""
         except Refused as error:
-            assert "\n" not in str(error) and len(str(error)) < 2000, str(error)[:3000]
+            assert str(error).isprintable() and len(str(error)) < 2000, str(error)[:3000]
             return str(error)
         raise AssertionError("it was built")
 
@@ -114,6 +117,25 @@ def test_a_field_about_quantised_weights_that_is_wrong_is_a_traceback(
             file.write_text(json.dumps(put(content, place, wrong)))
             print(place, str(wrong)[:60], "->", attempt(folder)[:200] or "taken")
         file.write_text(good)
+
+
+@pytest.mark.parametrize("place", ["architecture", "tensor", "scale", "index"])
+def test_a_name_in_a_checkpoint_controls_a_terminal(
+    place: str, attempt: Callable[..., str], tmp_path: Path
+) -> None:
+    source = checkpoints.make("qwen3_5", tmp_path / "source")
+    weights = next(source.glob("*.safetensors"))
+    match place:
+        case "architecture":
+            file = source / "config.json"
+            file.write_text(json.dumps(json.loads(file.read_text()) | {"architectures": [ESCAPE]}))
+        case "index":
+            index = {"weight_map": {ESCAPE: weights.name}}
+            (source / "model.safetensors.index.json").write_text(json.dumps(index))
+        case _:
+            name = ESCAPE + (".weight_scale" if place == "scale" else "")
+            save_file(load_file(weights) | {name: torch.ones(1)}, weights)
+    assert "\ufffd]0;a\ufffd\ufffderror: b" in attempt(source)
 
 
 FOUND = {  # these were tracebacks, hangs, engines that answer NaN, or lines of 90,000 characters

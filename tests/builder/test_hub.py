@@ -9,9 +9,12 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
-from huggingface_hub import constants, file_download
+from huggingface_hub import close_session, constants, file_download, get_session, set_client_factory
+from huggingface_hub import hf_hub_download as hub_download
+from huggingface_hub.utils._http import default_client_factory
 from kit import checkpoints
 from kit.fake_hub import TOKEN, FakeHub, commit_of
 from kit.stages import without_stages
@@ -298,6 +301,54 @@ def test_a_header_of_a_hub_names_a_file_outside_of_its_cache(
     assert f"{hub.endpoint} says {header} {value[:60]}" in str(error.value)
     assert not [name for name in files_of(tmp_path) if "outside" in name]
     assert not [name for name in files_of(tmp_path) if name.startswith("cache/models--") and "snap" in name]
+
+
+def test_headers_are_not_checked_once_a_connection_has_failed(hub: FakeHub, tmp_path: Path) -> None:
+    """huggingface_hub closes its client then. The next is made as the program wants it, and checked, too."""
+    made: list[Any] = []
+
+    def make() -> Any:
+        made.append(default_client_factory())
+        return made[-1]
+
+    set_client_factory(make)
+    try:
+        hub.lies = {"config.json": {"ETag": '"../../../outside"'}}
+        with hub_door._checked_headers():
+            close_session()
+            with pytest.raises(Refused, match="says ETag"):
+                hub_download(NAME, "config.json")
+        assert len(made) == 2 and get_session() is made[1] and not made[1].event_hooks["response"]
+        close_session()
+        assert get_session() is made[2] and not made[2].event_hooks["response"]
+        assert not [name for name in files_of(tmp_path) if "outside" in name]
+    finally:
+        set_client_factory(default_client_factory)
+
+
+@pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "model-00001-of-00002.safetensors"])
+def test_a_download_that_has_no_end_fills_the_disk(
+    name: str, hub: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hub_door, "SLACK", 2**20)
+    monkeypatch.setattr(constants, "DOWNLOAD_CHUNK_SIZE", 2**16)
+    hub.endless = {name}
+    size = (hub.models[NAME] / name).stat().st_size
+    with pytest.raises(
+        Refused, match=f"sends more than the {size} bytes that {name} of {NAME} has; set HF_ENDP"
+    ):
+        fetch()
+    files = [path for path in (tmp_path / "cache").rglob("*") if path.is_file()]
+    assert max(path.stat().st_size for path in files) < size + 2**21
+
+
+def test_a_tokenizer_of_terabytes_is_fetched(hub: FakeHub) -> None:
+    commit = commit_of(NAME, "main")
+    files = [{"rfilename": "config.json", "size": 9}, {"rfilename": "tokenizer.json", "size": 2**42}]
+    hub.description = {"id": NAME, "sha": commit, "siblings": files}
+    with pytest.raises(Refused, match=f"tokenizer.json of {NAME} on .* has {2**42} bytes, at most"):
+        fetch()
+    assert not hub.fetched()
 
 
 def test_a_file_that_is_not_there_is_noted_outside_of_the_cache(hub: FakeHub, tmp_path: Path) -> None:

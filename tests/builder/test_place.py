@@ -1,5 +1,6 @@
 """Folders of builds in a folder that others write to, too."""
 
+import errno
 import os
 import threading
 from pathlib import Path
@@ -21,12 +22,58 @@ def engine(tmp_path: Path) -> Path:
 
 
 def test_files_that_came_while_an_engine_was_built_are_removed(engine: Path) -> None:
-    with pytest.raises(Refused, match="has files but no engine in it"), place.fresh(engine) as folder:
+    said = (
+        f"built, but .* has files but no engine in it; make room there and move {engine}.built-1 to {engine}"
+    )
+    with pytest.raises(Refused, match=said), place.fresh(engine) as folder:
         (folder / "manifest.json").write_text("{}")
         engine.mkdir()
         (engine / "thesis.txt").write_text("mine")
-    assert [path.name for path in engine.parent.iterdir()] == ["engine"]
     assert (engine / "thesis.txt").read_text() == "mine"
+
+
+def test_a_finished_engine_whose_place_was_taken_meanwhile_is_thrown_away(engine: Path) -> None:
+    for number in (1, 2):
+        with pytest.raises(Refused, match=f"built-{number}"), place.fresh(engine) as folder:
+            (folder / "manifest.json").write_text(str(number))
+            engine.mkdir(exist_ok=True)
+            (engine / "thesis.txt").write_text("mine")
+    names = sorted(path.name for path in engine.parent.iterdir())
+    assert names == ["engine", "engine.built-1", "engine.built-2"]
+    assert [(engine.parent / name / "manifest.json").read_text() for name in names[1:]] == ["1", "2"]
+
+
+def test_a_finished_engine_that_cannot_be_moved_is_thrown_away(
+    engine: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor is the one that it was to replace."""
+    build(engine)
+    rename = Path.rename
+
+    def refused(self: Path, target: Path) -> Path:
+        if target == engine and self.name == place.NEW:
+            raise OSError(errno.EBUSY, os.strerror(errno.EBUSY))
+        return rename(self, target)
+
+    with (
+        pytest.raises(Refused, match=r"engine cannot be replaced \(Device or resource busy\); .*built-1 to "),
+        place.fresh(engine) as folder,
+    ):
+        (folder / "manifest.json").write_text("new")
+        monkeypatch.setattr(Path, "rename", refused)
+    assert (engine / "manifest.json").read_text() == "{}"
+    assert (engine.parent / "engine.built-1/manifest.json").read_text() == "new"
+
+
+def test_a_mount_point_is_refused_when_the_engine_is_built(
+    engine: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine.mkdir()
+    monkeypatch.setattr(Path, "is_mount", lambda self: self == engine)
+    with pytest.raises(
+        Refused, match=f"is a mount point, .*; choose a directory in it, such as {engine}/engine"
+    ):
+        place.refuse_occupied(engine)
 
 
 def test_files_that_came_into_an_engine_while_the_next_was_built_are_removed(engine: Path) -> None:

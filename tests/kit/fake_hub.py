@@ -4,6 +4,7 @@ Small files come from /resolve itself, safetensors by a redirect to another host
 
 import hashlib
 import json
+from contextlib import suppress
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -28,6 +29,7 @@ class FakeHub:
     status: int = 0  # that every question gets, if not 0
     cut: list[int] = field(default_factory=list)  # bytes after which the next downloads end
     lies: dict[str, dict[str, str]] = field(default_factory=dict)  # headers of what is resolved, by name
+    endless: set[str] = field(default_factory=set)  # files whose content never ends
     absent: set[str] = field(default_factory=set)  # files that are listed and not there
     description: object = None  # what it says of a model, if not what there is
     asked: list[tuple[str, str]] = field(default_factory=list)  # method and path
@@ -88,7 +90,7 @@ class _Handler(BaseHTTPRequestHandler):
         if parts[0] == "api":
             return self._describe("/".join(parts[2:4]), parts[5] if len(parts) > 5 else "main", token)
         if parts[0] == "storage":
-            return self._content(self.own.models["/".join(parts[1:3])] / parts[3])
+            return self._content(self.own.models["/".join(parts[1:3])] / parts[3], {})
         return self._resolve("/".join(parts[:2]), parts[3], "/".join(parts[4:]), token)
 
     def _describe(self, repo: str, revision: str, token: str | None) -> None:
@@ -133,11 +135,23 @@ class _Handler(BaseHTTPRequestHandler):
             self._send(404, {"X-Error-Code": "RevisionNotFound"})
         return folder, known.get(revision, "")
 
-    def _content(self, path: Path, headers: dict[str, str] | None = None) -> None:
+    def _content(self, path: Path, headers: dict[str, str]) -> None:
         content = path.read_bytes()
+        if path.name in self.own.endless and self.command == "GET":
+            return self._go_on(headers, content)
         begin = int((self.headers["Range"] or "bytes=0-").removeprefix("bytes=").partition("-")[0])
         ranged = {"Content-Range": f"bytes {begin}-{len(content) - 1}/{len(content)}"} if begin else {}
-        self._send(206 if begin else 200, (headers or {}) | ranged, content[begin:])
+        self._send(206 if begin else 200, headers | ranged, content[begin:])
+
+    def _go_on(self, headers: dict[str, str], content: bytes) -> None:
+        """Until the other side has enough."""
+        self.send_response(200)
+        for name, value in headers.items():
+            self.send_header(name, value)
+        self.end_headers()
+        with suppress(OSError):
+            while True:
+                self.wfile.write(content)
 
     def _send(self, status: int, headers: dict[str, str] | None = None, content: bytes = b"") -> None:
         self.send_response(status)

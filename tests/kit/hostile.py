@@ -95,10 +95,11 @@ def _inspect(engine_dir: Path) -> None:
     from hemiola.runtime.errors import Refused
 
     config = ServeConfig(**OPTIONS)
-    with suppress(Refused), redirect_stdout(io.StringIO()):
+    with suppress(Refused), redirect_stdout(io.StringIO()) as shown:
         found = manifest.load(engine_dir)
         json.dumps(described(engine_dir, found, config))
         show(engine_dir, found, config)
+    assert shown.getvalue().replace("\n", "").isprintable(), "a terminal obeys it"
 
 
 def main() -> None:

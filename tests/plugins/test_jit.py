@@ -1,13 +1,17 @@
 """Where compiled kernels are kept, what they are given, and how threads, processes and forks share them."""
 
+import grp
 import os
+import pwd
 import shutil
+import stat
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import llvmlite
 import numba
@@ -189,7 +193,7 @@ LEVELS = [".", "hemiola", "hemiola/kernels", "own"]
 
 
 @pytest.mark.parametrize("level", LEVELS)
-@pytest.mark.parametrize("how", ["owner", "mode", "sticky"])
+@pytest.mark.parametrize("how", ["owner", "mode", "group", "sticky"])
 def test_kernels_are_loaded_from_a_folder_that_others_write_to(
     home: Path, monkeypatch: pytest.MonkeyPatch, level: str, how: str
 ) -> None:
@@ -200,11 +204,43 @@ def test_kernels_are_loaded_from_a_folder_that_others_write_to(
         theirs = {os.geteuid() + 1}
         monkeypatch.setattr(cache, "_owners", lambda path: theirs if path == folder else real(path))
     else:
-        folder.chmod(0o777 if how == "mode" else 0o1777)
+        monkeypatch.setattr(cache, "_is_private", lambda group: False)
+        folder.chmod({"mode": 0o777, "group": 0o775, "sticky": 0o1777}[how])
     found = cache.cache_dir()
     assert (found == own) is (how == "sticky" and level != "own")
     if found != own:
         shutil.rmtree(found)
+
+
+def test_kernels_that_are_kept_under_a_loose_umask_are_anybodys(home: Path) -> None:
+    """Others could write into the folders of modules, which nobody looks at."""
+    own = cache.cache_dir()
+    assert own.is_relative_to(home) and stat.S_IMODE(own.stat().st_mode) == 0o700
+
+
+@pytest.mark.parametrize(
+    ("group", "name", "members", "is_private"),
+    [
+        (0, "root", ["a", "b"], True),
+        (500, "me", [], True),
+        (500, "me", ["me"], True),
+        (500, "users", [], False),
+        (500, "me", ["me", "you"], False),
+        (600, "me", [], False),
+        (700, "", [], False),
+    ],
+)
+def test_a_group_of_several_users_is_taken_for_the_users_own(
+    group: int, name: str, members: list[str], is_private: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def found(number: int) -> SimpleNamespace:
+        if not name:
+            raise KeyError(number)
+        return SimpleNamespace(gr_name=name, gr_mem=members)
+
+    monkeypatch.setattr(grp, "getgrgid", found)
+    monkeypatch.setattr(pwd, "getpwuid", lambda user: SimpleNamespace(pw_name="me", pw_gid=500))
+    assert cache._is_private(group) is is_private
 
 
 def test_cache_dir_that_cannot_be_made_is_temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

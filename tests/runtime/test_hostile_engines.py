@@ -17,6 +17,7 @@ from pydantic import BaseModel
 
 from hemiola.runtime import manifest
 from hemiola.runtime.errors import Refused
+from hemiola.runtime.llm import LLM
 from hemiola.runtime.manifest import FILE, Manifest
 from hemiola.runtime.text import Text
 
@@ -98,6 +99,13 @@ def test_every_field_of_a_manifest_that_is_wrong_is_refused_or_harmless(
             found = stranger.outcome()
             if "tokens" in found and not set(path) & {*SHOWN, "eos_ids", "ops", "sha256", "draft_vocab"}:
                 assert found == stranger.expected, path
+
+
+def test_a_size_of_a_profile_controls_a_terminal(stranger: Stranger) -> None:
+    content = stranger.content()
+    content["segments"][0]["profiles"] = [{"name": "decode", "sizes": {"\x1b]0;a\x07": [1, 2, 3]}}]
+    (stranger.dir / FILE).write_text(json.dumps(content))
+    assert "printable characters" in stranger.outcome()["refused"]
 
 
 @pytest.mark.parametrize("change", ["missing", "extra", "twice"])
@@ -206,6 +214,20 @@ def test_every_place_of_a_program_that_is_wrong_is_refused_or_harmless(stranger:
                 changed = [*lines[:number], put(lines[number], path, value), *lines[number + 1 :]]
                 stranger.change("trunk.jsonl", lambda _, c=changed: "\n".join(map(json.dumps, c)).encode())
                 stranger.outcome()
+
+
+def test_a_step_that_takes_more_memory_than_there_is_ends_the_process(
+    tiny_engine: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A program may join a value to itself twenty times: half a gigabyte for each token."""
+    monkeypatch.setattr("hemiola.runtime.step.recorded.free_bytes_of_host", lambda: 100_000)
+    said = (
+        r"no memory for a step of 256 tokens: it takes \d+ bytes, and 100000 are free; lower max_step_tokens"
+    )
+    with pytest.raises(Refused, match=said):
+        LLM(tiny_engine("nemotron_h_moe"))
+    with LLM(tiny_engine("nemotron_h_moe"), max_rows=1, max_step_tokens=8):
+        pass
 
 
 HEADERS: dict[str, Callable[[dict[str, Any], str], object]] = {

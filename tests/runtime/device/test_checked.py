@@ -12,7 +12,7 @@ from safetensors import safe_open
 
 from hemiola.plugins.ranks import words_of
 from hemiola.runtime import manifest
-from hemiola.runtime.device.checked import SHAPES, check_program
+from hemiola.runtime.device.checked import MOST_PARTS, SHAPES, check_program
 from hemiola.runtime.device.program import load_program
 from hemiola.runtime.errors import Refused
 from hemiola.runtime.manifest import GROUP, Manifest
@@ -252,6 +252,55 @@ def test_a_layout_that_a_weight_does_not_have_is_refused(trunk: Trunk, layout: s
     changed = segment.model_copy(update={"layouts": {name: layout}})
     others = [each for each in trunk.manifest.segments if each.name != "trunk"]
     trunk.refused(said, trunk.manifest.model_copy(update={"segments": (changed, *others)}))
+
+
+@pytest.mark.parametrize(
+    ("op", "place", "value", "said"),
+    [
+        ("norm", 4, 0, "group_len is 0"),
+        ("route", 4, 0, "9 experts do not make 0 groups"),
+        ("attention", 9, -4096, "first is -4096, below 0"),
+    ],
+)
+def test_an_attribute_that_no_model_has_divides_by_zero_or_reads_before_a_table(
+    trunk: Trunk, op: str, place: int, value: int, said: str
+) -> None:
+    trunk.lines[trunk.call(op)][2][place] = value
+    trunk.refused(said)
+
+
+def test_hidden_states_that_are_wider_than_the_trunks_are_read_behind_their_end(trunk: Trunk) -> None:
+    """By a head that declares them so; a process that drafted ended by a signal."""
+    program = load_program(trunk.dir / "draft.jsonl")
+    whole, segment = trunk.manifest, trunk.manifest.segment("draft")
+    states = {s.name: torch.empty((4, *s.shape), dtype=getattr(torch, s.dtype)) for s in whole.states}
+    with safe_open(trunk.dir / whole.weights_file, "pt") as file:
+        bound = [file.get_tensor(name) for name in segment.weights]
+    bound += [states[name] for name in segment.states]
+    check_program(program, segment, bound, whole, "cpu", "L")
+    hidden = [node for node in program.graph.nodes if node.op == "placeholder"][len(bound) + 1]
+    hidden.meta["val"] = torch.empty(0, 2 * whole.hidden_size, device="meta")
+    with pytest.raises(Refused, match=f"is float32 .*, hidden has {whole.hidden_size} numbers"):
+        check_program(program, segment, bound, whole, "cpu", "L")
+
+
+@pytest.mark.parametrize(
+    ("called", "args", "num"),
+    [
+        ("split.Tensor", (1, 1), 4096),
+        ("chunk.default", (2048, 1), 2048),
+        ("split_with_sizes.default", ([1] * 4096, 1), 4096),
+    ],
+)
+def test_a_value_is_split_into_millions_of_parts(
+    trunk: Trunk, called: str, args: tuple[Any, ...], num: int
+) -> None:
+    at = trunk.call("norm")
+    wide: Any = {"node": "embed"}
+    for more in range(6):  # 4,096 numbers of 64
+        wide = trunk.insert(at + more, "aten.cat.default", [wide, wide], 1)
+    trunk.insert(at + 6, f"aten.{called}", wide, *args)
+    trunk.refused(f"a value is split into {num} parts, at most {MOST_PARTS} are taken")
 
 
 def test_a_layout_of_what_no_form_packs_is_refused(trunk: Trunk) -> None:

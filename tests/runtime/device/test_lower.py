@@ -11,8 +11,9 @@ from kit import harness as harnesses
 from kit.checkpoints import FAMILIES
 from kit.harness import Harness
 from kit.ops import next_edge
-from torch.fx import GraphModule
+from torch.fx import Graph, GraphModule, Node
 
+from hemiola.plugins.cpu.code import Recorder
 from hemiola.plugins.sizes import evaluate
 from hemiola.runtime.device import lower
 from hemiola.runtime.device.program import load_program
@@ -148,6 +149,13 @@ FOREIGN = {
     "calculates with True": (aten.mul.Tensor, lambda x: (x, True)),
     "takes item 0 of one value": (operator.getitem, lambda x: (x, 0)),
 }
+# Of weights: kernels of moves read four bytes a number.
+NARROW = {
+    "relu": (aten.relu.default, lambda x: (x,)),
+    "add": (aten.add.Tensor, lambda x: (x, x)),
+    "mul": (aten.mul.Tensor, lambda x: (x, x)),
+    "cat": (aten.cat.default, lambda x: ([x, x], 1)),
+}
 
 
 @pytest.mark.parametrize("reason", FOREIGN)
@@ -165,6 +173,49 @@ def test_what_no_kernel_computes_is_refused_by_name_when_an_engine_is_opened(
 
     monkeypatch.setattr("hemiola.runtime.device.session.load_program", changed)
     with pytest.raises(Refused, match=f"trunk.jsonl: .*{reason}.*; run build-engine again"):
+        Harness(tiny_engine("qwen3_5"))
+
+
+@pytest.mark.parametrize("called", NARROW)
+@pytest.mark.parametrize(
+    "weight",
+    [torch.ones(8, 16, dtype=torch.bfloat16), torch.ones(8, 16, dtype=torch.uint8), torch.ones(4, 4, 4)],
+    ids=lambda weight: str(weight.dtype),
+)
+def test_a_move_reads_behind_a_weight_of_narrow_numbers(called: str, weight: torch.Tensor) -> None:
+    """A process that opened such an engine ended by a signal."""
+    graph = Graph()
+    x = graph.placeholder("x")
+    function, args = NARROW[called]
+    graph.output((graph.call_function(function, args(x)),))
+    segment = Segment(name="trunk", file="trunk.jsonl", weights=("w",), states=(), inputs=(), nodes=())
+    lowering = lower._Lowering(segment, [weight], Recorder(), {})
+    with pytest.raises(Refused, match=r"trunk.jsonl: .* kernels take one dimension of float32; run"):
+        lowering.run(GraphModule(torch.nn.Module(), graph))
+
+
+def test_numbers_of_a_token_that_lie_apart_are_a_traceback(
+    tiny_engine: Get, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def changed(path: Path) -> GraphModule:
+        program = load_program(path)
+        call = next(node for node in program.graph.nodes if node.target is torch.ops.hemiola.rope.default)
+        x, first = call.args[0], aten.view.default
+        with program.graph.inserting_before(call):
+            joined = program.graph.call_function(aten.cat.default, ([flat(program, x)] * 2, 1))
+            wide = program.graph.call_function(first, (joined, [-1, x.meta["val"].shape[1], 32]))
+            parts = program.graph.call_function(aten.split.Tensor, (wide, 16, 2))
+            part = program.graph.call_function(operator.getitem, (parts, 0))
+        call.args = (part, *call.args[1:])
+        return program
+
+    def flat(program: GraphModule, x: Node) -> Node:
+        return program.graph.call_function(aten.view.default, (x, [-1, x.meta["val"].shape[1:].numel()]))
+
+    monkeypatch.setattr("hemiola.runtime.device.session.load_program", changed)
+    with pytest.raises(
+        Refused, match=r"trunk.jsonl: rope\w* cannot run \(the numbers of a token, .*lie apart"
+    ):
         Harness(tiny_engine("qwen3_5"))
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from hemiola.builder import graph
 from hemiola.runtime import manifest
-from hemiola.runtime.device.program import CALLS, EXACT, load_program
+from hemiola.runtime.device.program import CALLS, EXACT, MOST_LINES, load_program
 from hemiola.runtime.errors import Refused
 
 X = ["x", "", [], {"dtype": "float32"}, [None, 4]]
@@ -115,6 +115,15 @@ def test_a_line_that_is_nested_too_deeply_or_no_json_is_refused(tmp_path: Path) 
         (tmp_path / "trunk.jsonl").write_text(text)
         with pytest.raises(Refused, match=r"trunk.jsonl.*; run build-engine again$"):
             load_program(tmp_path / "trunk.jsonl")
+
+
+def test_a_program_of_millions_of_inputs_takes_their_square(tmp_path: Path) -> None:
+    """40,000 took half a minute, and a file of the size that was allowed had 4 million."""
+    inputs = [[f"x{n}", *X[1:]] for n in range(MOST_LINES)]
+    with pytest.raises(Refused, match=f"has {MOST_LINES + 1} lines, a program at most {MOST_LINES}; run"):
+        load_program(_file(tmp_path, *inputs, END))
+    first, *rest = inputs[: MOST_LINES // 4]
+    load_program(_file(tmp_path, ["x", *first[1:]], *rest, END))
 
 
 def test_builder_and_runtime_share_the_list_of_calls(tiny_engine: Callable[..., Path]) -> None:

@@ -55,6 +55,14 @@ def nothing_is_left(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     assert len(shared_files()) <= before
 
 
+def test_a_follower_runs_code_from_the_folder_that_a_server_is_started_in(tmp_path: Path) -> None:
+    """A stranger's engine or checkpoint may have a json.py."""
+    for name in ("json", "numpy", "torch", "hemiola"):
+        (tmp_path / f"{name}.py").write_text(f"open({str(tmp_path / 'made')!r}, 'w')")
+    ended = subprocess.run(followers.COMMAND, cwd=tmp_path, stdin=subprocess.DEVNULL, capture_output=True)
+    assert ended.returncode and not (tmp_path / "made").exists()
+
+
 def shared_files() -> list[str]:
     """Descriptors of memory and bells that ranks share."""
     found = []
