@@ -204,7 +204,10 @@ def test_a_process_that_we_start_imports_from_the_folder_that_a_user_is_in() -> 
     for path in (path for room in MAY_IMPORT for path in (ROOT / room).rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text())):
             match node:
-                case ast.List(elts=[ast.Attribute(attr="executable"), ast.Constant(value=first), *_]):
+                case (
+                    ast.List(elts=[ast.Attribute(attr="executable"), ast.Constant(value=first), *_])
+                    | ast.Tuple(elts=[ast.Attribute(attr="executable"), ast.Constant(value=first), *_])
+                ):
                     assert first in ("-P", "-I"), f"{path}:{node.lineno} starts Python with {first}"
                     found.append(path.name)
     assert {"followers.py", "bench.py", "launcher.py", "trial.py", "network.py"} <= set(found)

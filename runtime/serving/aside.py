@@ -24,7 +24,7 @@ from typing import Any, BinaryIO, TypeVar
 import hemiola
 from hemiola.runtime.errors import Lost
 
-COMMAND = (sys.executable, "-m", "hemiola.runtime.serving.aside")
+COMMAND = (sys.executable, "-P", "-m", "hemiola.runtime.serving.aside")
 HEAD = struct.Struct("<QQ")  # bytes of what is pickled, and of the body behind it
 PR_SET_PDEATHSIG = 1
 NICE = 5  # streams go first
