@@ -116,6 +116,27 @@ def decode(llm: LLM, prompts: list[list[int]], *windows: tuple[int, int]) -> lis
     return [_between(at[start], at[end], marks[0].step, token_ids) for start, end in windows]
 
 
+def begun(llm: LLM, prompts: list[list[int]], num_tokens: int) -> threading.Event:
+    """Returns when all rows have their first tokens; the event says that all have so many."""
+    params = SamplingParams(max_tokens=num_tokens, temperature=0.0, ignore_eos=True)
+    started, left = threading.Event(), {*range(len(prompts))}
+    waiting, done = {*left}, threading.Event()
+
+    def note(row: int, piece: Piece) -> None:
+        waiting.discard(row)
+        if not waiting:
+            started.set()
+        if piece.finish_reason is not None:
+            left.discard(row)
+        if not left:
+            done.set()
+
+    for row, prompt in enumerate(prompts):
+        llm.submit(prompt, params, lambda piece, row=row: note(row, piece))
+    started.wait()
+    return done
+
+
 def _between(start: Mark, end: Mark, first: int, token_ids: list[list[int]]) -> Decoding:
     seconds, num_steps = end.seconds - start.seconds, end.step - start.step
     idle = 1 - (end.busy - start.busy) / seconds if seconds else math.nan
