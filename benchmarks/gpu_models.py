@@ -7,11 +7,12 @@ Of each model it makes an engine, in --engines if that is named and has none yet
 more, and needs no GPU. A line per kind of drafts and number of rows: the
 milliseconds of a step while all rows decode, over the floor (bytes that a step must move at 4.3 TB/s,
 DESIGN.md 10) and beside vLLM 0.26's step on an H200; how much of the time the GPU had no step to do; whether
-the tokens of two rows are their plain run's. Random heads guess nothing, so drafts are verified and rejected;
-tokens/s with mtp are those of 3.05 tokens a step, the acceptance (.85, .68, .52) that vLLM's numbers were
-taken with. adaptive: as many drafts as pay, none here; then one token a step, to be held against none. It has
-two lines, and so has none beside it: steps 0-48, in which a fresh engine (one for each number of rows) finds
-out, and 200-300, what it costs from then on. The column "steps" says which were counted.
+the tokens of two rows are their plain run's, and a checksum of all rows' tokens. Random heads guess nothing,
+so drafts are verified and rejected; tokens/s with mtp are those of 3.05 tokens a step, the acceptance (.85,
+.68, .52) that vLLM's numbers were taken with. adaptive: as many drafts as pay, none here; then one token a
+step, to be held against none. It has two lines, and so has none beside it: steps 0-48, in which a fresh
+engine (one for each number of rows) finds out, and 200-300, what it costs from then on. The column "steps"
+says which were counted.
 
 --prompts: seconds of 8,192 tokens against 790 TFLOP/s, and to the first token of 10,100: cold, the same
 prompt again, and behind a prefix of 10,000 tokens that another request had; a hit's token is the cold run's.
@@ -25,8 +26,9 @@ import sys
 import tempfile
 import threading
 import time
+import zlib
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -114,6 +116,27 @@ def decode(llm: LLM, prompts: list[list[int]], *windows: tuple[int, int]) -> lis
     return [_between(at[start], at[end], marks[0].step, token_ids) for start, end in windows]
 
 
+def begun(llm: LLM, prompts: list[list[int]], num_tokens: int) -> threading.Event:
+    """Returns when all rows have their first tokens; the event says that all have so many."""
+    params = SamplingParams(max_tokens=num_tokens, temperature=0.0, ignore_eos=True)
+    started, left = threading.Event(), {*range(len(prompts))}
+    waiting, done = {*left}, threading.Event()
+
+    def note(row: int, piece: Piece) -> None:
+        waiting.discard(row)
+        if not waiting:
+            started.set()
+        if piece.finish_reason is not None:
+            left.discard(row)
+        if not left:
+            done.set()
+
+    for row, prompt in enumerate(prompts):
+        llm.submit(prompt, params, lambda piece, row=row: note(row, piece))
+    started.wait()
+    return done
+
+
 def _between(start: Mark, end: Mark, first: int, token_ids: list[list[int]]) -> Decoding:
     seconds, num_steps = end.seconds - start.seconds, end.step - start.step
     idle = 1 - (end.busy - start.busy) / seconds if seconds else math.nan
@@ -171,9 +194,14 @@ def print_line(
     print(
         f"| {model} | {drafts} | {num} | {found.step_ms:.2f} | {found.step_ms / floor:.2f} |"
         f" {theirs:.2f} | {theirs / found.step_ms:.2f} | {speed:,.0f} | {found.steps[0]}-{found.steps[1]} |"
-        f" {found.idle:.1%} | {'equal' if same else 'OTHER TOKENS'} |",
+        f" {found.idle:.1%} | {'equal' if same else 'OTHER TOKENS'} | {checksum(found.token_ids)} |",
         flush=True,
     )
+
+
+def checksum(token_ids: list[list[int]]) -> str:
+    """The same with the same tokens of all rows, whatever the drafts and the number of GPUs."""
+    return f"{zlib.crc32(repr(token_ids).encode()):08x}"
 
 
 def first_token(llm: LLM, prompt: list[int]) -> tuple[float, int, int]:
@@ -233,15 +261,17 @@ def is_dense(name: str) -> bool:
     return not re.search(r"embed|head|^mtp|draft", name)
 
 
-def made(model: str, folder: Path, max_rows: int, max_len: int, tp: int = 1) -> Path:
+def made(model: str, folder: Path, max_rows: int, max_len: int, tp: int = 1, same_bits: bool = False) -> Path:
     """The engine of a model in a folder."""
-    engine_dir = folder / f"{model.replace('/', '-')}-{max_rows}-{max_len}-{tp}"
+    bits = "-same-bits" if same_bits else ""
+    engine_dir = folder / f"{model.replace('/', '-')}-{max_rows}-{max_len}-{tp}{bits}"
     if not (engine_dir / "manifest.json").is_file():
         arch = arch_here() if torch.cuda.is_available() else "sm_90"
-        sizes = {"max_len": max_len, "max_rows": max_rows, "max_step_tokens": 8192}
+        sizes: dict[str, Any] = {"max_len": max_len, "max_rows": max_rows, "max_step_tokens": 8192}
         few = 32_768 if model.endswith(FEW) else None
         codes = next((name for name in CODES if model.endswith(f"/{name}")), None)
-        options = Options(arch=arch, random_weights=True, draft_vocab=few, quantize=codes, tp=tp, **sizes)
+        sizes |= {"draft_vocab": few, "quantize": codes, "tp": tp, "same_bits": same_bits}
+        options = Options(arch=arch, random_weights=True, **sizes)
         build(CONFIGS / NAMES[model.partition("/")[0]], engine_dir, options)
     return engine_dir
 
@@ -255,6 +285,7 @@ def main() -> None:
     parser.add_argument("--prompts", action="store_true", help="what prompts cost, too")
     parser.add_argument("--engines", type=Path, help="where engines are kept; default: a temporary folder")
     parser.add_argument("--tp", type=int, default=1, help="GPUs of an engine")
+    parser.add_argument("--same-bits", action="store_true", help="the tokens do not depend on --tp")
     parser.add_argument("--build", action="store_true", help="build the engines, and no more")
     asked = parser.parse_args()
     if not (asked.build or torch.cuda.is_available()):
@@ -269,22 +300,27 @@ def run(asked: argparse.Namespace, folder: Path) -> None:
     models = asked.models.split(",")
     if asked.build:
         for model in models:
-            made(model, folder, max(rows), asked.context + 1024, asked.tp)
+            made(model, folder, max(rows), asked.context + 1024, asked.tp, asked.same_bits)
         return
     gpu = torch.cuda.get_device_name(0)
     print(f"{gpu}, torch {torch.__version__}, {time.strftime('%Y-%m-%d')}, {asked.context} tokens of context")
     if rows:
-        print(f"| model | drafts | rows | ms | over floor | {THEIRS} | of ours | tokens/s | steps | idle | |")
-        print("|---|---|---|---|---|---|---|---|---|---|---|")
+        print(
+            f"| model | drafts | rows | ms | over floor | {THEIRS} | of ours | tokens/s | steps | idle",
+            end="",
+        )
+        print(" | | tokens |")
+        print("|---|---|---|---|---|---|---|---|---|---|---|---|")
     for model in models if rows else ():
         kinds = [kind for kind in asked.drafts.split(",") if kind == "none" or model != "nano"]
-        engine_dir = made(model, folder, max(rows), asked.context + 1024, asked.tp)
+        engine_dir = made(model, folder, max(rows), asked.context + 1024, asked.tp, asked.same_bits)
         lines(model, engine_dir, rows, kinds, asked.context)
     if asked.prompts:
         print(f"| model | prompt | ms to the first token | | {THEIRS} | of ours | same |")
         print("|---|---|---|---|---|---|---|")
     for model in models if asked.prompts else ():
-        prompt_lines(model, made(model, folder, PROMPT_ROWS, SHARED_LEN + 1024, asked.tp))
+        sizes = PROMPT_ROWS, SHARED_LEN + 1024
+        prompt_lines(model, made(model, folder, *sizes, asked.tp, asked.same_bits))
 
 
 if __name__ == "__main__":

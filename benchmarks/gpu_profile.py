@@ -13,7 +13,6 @@ one's, it seems): where the host launches all of a prompt's kernels one by one, 
 import argparse
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -26,7 +25,6 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from hemiola.plugins.gpu import launch
-from hemiola.runtime.api import Piece, SamplingParams
 from hemiola.runtime.llm import LLM
 
 LONG = 20.0  # microseconds: between steps, not within one
@@ -137,20 +135,7 @@ def renamed(kernels: list[Kernel], names: list[str]) -> list[Kernel]:
 def decode(llm: LLM, prompts: list[list[int]], title: str) -> None:
     """The table of a step while all rows decode."""
     gpu_models.decode(llm, prompts, (0, 8))
-    params = SamplingParams(max_tokens=200, temperature=0.0, ignore_eos=True)
-    started, left, done = set[int](), {*range(len(prompts))}, threading.Event()
-
-    def note(row: int, piece: Piece) -> None:
-        started.add(row)
-        if piece.finish_reason is not None:
-            left.discard(row)
-        if not left:
-            done.set()
-
-    for row, prompt in enumerate(prompts):
-        llm.submit(prompt, params, lambda piece, row=row: note(row, piece))
-    while len(started) < len(prompts):
-        time.sleep(0.002)
+    done = gpu_models.begun(llm, prompts, 200)
     with profile(activities=[ProfilerActivity.CUDA]) as found:
         before = llm.counters.num_steps
         time.sleep(SECONDS)

@@ -111,8 +111,6 @@ def decode(llm: Any, prompts: list[list[int]], folder: Path, number: int) -> tup
     """Kernels of both GPUs while all rows decode."""
     import gpu_models
 
-    from hemiola.runtime.api import SamplingParams
-
     gpu_models.decode(llm, prompts, (0, 8))
     found = gpu_models.decode(llm, prompts, (0, 40), (40, 120))
     for one in found:
@@ -120,20 +118,7 @@ def decode(llm: Any, prompts: list[list[int]], folder: Path, number: int) -> tup
             f"* steps {one.steps}: {one.step_ms:.2f} ms each, GPU without a step {one.idle:.1%}", flush=True
         )
     took.clear()
-    params = SamplingParams(max_tokens=260, temperature=0.0, ignore_eos=True)
-    started, left, done = set[int](), {*range(len(prompts))}, threading.Event()
-
-    def note(row: int, piece: Any) -> None:
-        started.add(row)
-        if piece.finish_reason is not None:
-            left.discard(row)
-        if not left:
-            done.set()
-
-    for row, prompt in enumerate(prompts):
-        llm.submit(prompt, params, lambda piece, row=row: note(row, piece))
-    while len(started) < len(prompts):
-        time.sleep(0.002)
+    done = gpu_models.begun(llm, prompts, 260)
     time.sleep(0.1)
     (folder / f"start-{number}").touch()
 

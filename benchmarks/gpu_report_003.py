@@ -17,6 +17,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ MODEL = Path(__file__).parent / "configs" / "qwen3.5-35b-a3b"
 RATES = (0.857, 0.710)  # of all drafts at this place
 NUM_DRAFTS = len(RATES)
 THEIRS = {"tokens/s": 2300, "TPOT, ms": 6.68, "TTFT, ms (median)": 84}
+TOLD = 10.0  # seconds between two lines
 GOALS = {"tokens/s": 3500, "TPOT, ms": 4.5, "TTFT, ms (median)": 70}
 
 
@@ -111,13 +113,28 @@ class Load:
         self._next, self._left = 0, num
         self._lock, self._done = threading.Lock(), threading.Event()
 
-    def run(self, at_once: int) -> float:
-        """Seconds until all have ended."""
+    def run(self, at_once: int, tell: Callable[[float], None] = lambda seconds: None) -> float:
+        """Seconds until all have ended. tell: hears now and then of how many there are so far."""
         start = time.perf_counter()
         for _ in range(min(at_once, self.num)):
             self._send()
-        self._done.wait()
+        while not self._done.wait(TOLD):
+            tell(time.perf_counter() - start)
         return time.perf_counter() - start
+
+    def figures(self, seconds: float) -> dict[str, float]:
+        """Of the requests that have ended by then."""
+        ended = [n for n, last in enumerate(self.last) if last]
+        ttft = sorted(1e3 * (self.first[n] - self.sent[n]) for n in ended)
+        tpot = [1e3 * (self.last[n] - self.first[n]) / (self.tokens[n] - 1) for n in ended]
+        return {
+            "requests": len(ended),
+            "tokens/s": sum(self.tokens) / seconds,
+            "TPOT, ms": statistics.mean(tpot),
+            "TTFT, ms (median)": statistics.median(ttft),
+            "TTFT, ms (mean)": statistics.mean(ttft),
+            "TTFT, ms (99 %)": ttft[int(0.99 * (len(ttft) - 1))],
+        }
 
     def _send(self) -> None:
         with self._lock:
@@ -149,26 +166,22 @@ def measure(llm: Any, asked: argparse.Namespace) -> None:
     Load(llm, asked, asked.at_once, 1).run(asked.at_once)
     before = llm.counters.num_steps
     load = Load(llm, asked, asked.requests, 2)
-    seconds = load.run(asked.at_once)
+    seconds = load.run(asked.at_once, lambda seconds: so_far(load, seconds))
     steps = llm.counters.num_steps - before
-    ttft = sorted(1e3 * (first - sent) for first, sent in zip(load.first, load.sent, strict=True))
-    tpot = [
-        1e3 * (last - first) / (num - 1)
-        for last, first, num in zip(load.last, load.first, load.tokens, strict=True)
-    ]
-    num_tokens = sum(load.tokens)
-    found = {
-        "tokens/s": num_tokens / seconds,
-        "TPOT, ms": statistics.mean(tpot),
-        "TTFT, ms (median)": statistics.median(ttft),
-        "TTFT, ms (mean)": statistics.mean(ttft),
-        "TTFT, ms (99 %)": ttft[int(0.99 * (len(ttft) - 1))],
-    }
-    print(f"\n| {asked.requests} requests, {seconds:.1f} s, {steps} steps | here | report 003 | goal |")
+    print(f"\n| {seconds:.1f} s, {steps} steps | here | report 003 | goal |")
     print("|---|---|---|---|")
-    for name, value in found.items():
+    for name, value in load.figures(seconds).items():
         print(f"| {name} | {value:,.1f} | {THEIRS.get(name, '')} | {GOALS.get(name, '')} |")
     print(f"failed: {load.failed or 'none'}; prompts {asked.prompt}, answers {asked.answer}", flush=True)
+
+
+def so_far(load: Load, seconds: float) -> None:
+    """A line, in case that this is ended before its time."""
+    if any(load.last):
+        print(
+            f"* {seconds:.0f} s: {', '.join(f'{k} {v:,.1f}' for k, v in load.figures(seconds).items())}",
+            flush=True,
+        )
 
 
 def decoding(llm: Any, asked: argparse.Namespace) -> None:

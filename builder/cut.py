@@ -12,7 +12,7 @@ import torch
 from hemiola.builder.lazy import Lazy
 from hemiola.plugins.groups import Layout
 from hemiola.plugins.inputs import SPAN
-from hemiola.runtime.errors import Refused
+from hemiola.runtime.errors import Code, Refused
 
 
 class Cut(NamedTuple):
@@ -20,16 +20,24 @@ class Cut(NamedTuple):
 
     size: int = 1
     rank: int = 0
+    is_segment: bool = False  # --same-bits asked for this part, and not --tp
 
     def share(self, what: str, num: int) -> int:
         """How many of `num` a rank has."""
         if num % self.size:
             known = [str(size) for size in (1, 2, 4) if size < self.size and num % size == 0]
-            message = f"--tp {self.size} does not divide {what}, which is {num}"
-            raise Refused(
-                "conflict", "tp", self.size, message=message, way_out=f"use --tp {' or '.join(known)}"
-            )
+            message = f"{self._asked} does not divide {what}, which is {num}"
+            raise self._refused("conflict", message, f"use --tp {' or '.join(known)}")
         return num // self.size
+
+    @property
+    def _asked(self) -> str:
+        return f"--same-bits ({self.size} parts)" if self.is_segment else f"--tp {self.size}"
+
+    def _refused(self, code: Code, message: str, way_out: str) -> Refused:
+        if self.is_segment:
+            return Refused(code, "same_bits", True, message=message, way_out="leave --same-bits out")
+        return Refused(code, "tp", self.size, message=message, way_out=way_out)
 
     def share_of_kv_heads(self, heads: int, kv_heads: int) -> int:
         """One at least: ranks share a head of keys and values where there are fewer heads than ranks."""
@@ -66,15 +74,14 @@ class Cut(NamedTuple):
         layout = lazy.layout or Layout("e4m3", 0)
         span = layout.span or (SPAN if layout.inputs == "group" else 0)
         if layout.inputs == "token":
-            message = f"--tp {self.size} cuts inputs of which a token has one scale"
-            raise Refused("unsupported", "tp", self.size, message=message, way_out="leave --act-dtype out")
+            message = f"{self._asked} cuts inputs of which a token has one scale"
+            raise self._refused("unsupported", message, "leave --act-dtype out")
         if span and share % span:
+            whose = "a part" if self.is_segment else "a rank"
             message = (
-                f"--tp {self.size} leaves a rank {share} inputs of a layer whose scales are for {span} each"
+                f"{self._asked} leaves {whose} {share} inputs of a layer whose scales are for {span} each"
             )
-            raise Refused(
-                "conflict", "tp", self.size, message=message, way_out="use fewer ranks, or plain weights"
-            )
+            raise self._refused("conflict", message, "use fewer ranks, or plain weights")
         return lazy.columns(self.rank * share, (self.rank + 1) * share).of_a_rank()
 
     def segments(self, num: int) -> "list[Cut]":
@@ -82,7 +89,7 @@ class Cut(NamedTuple):
         if num == 1:
             return [self]
         each = num // self.size
-        return [Cut(num, self.rank * each + n) for n in range(each)]
+        return [Cut(num, self.rank * each + n, is_segment=True) for n in range(each)]
 
 
 WHOLE = Cut()

@@ -8,8 +8,11 @@
 | links | which GPUs, and whether they reach each other |
 | sums | bits of sum, agree and gather at many sizes beside the references; 10^6 sums in graphs, none wrong |
 | times | a sum beside NCCL's all-reduce |
+| company | what a sum adds behind other work, with one rank late |
+| steady | work and a sum, 15,000 times without a wait of the hosts, beside NCCL |
 | engines | bundled checkpoints: drafts, prefixes, chunks, batches, with graphs and without: all bits of the
 | | plain run; --same-bits: those of one GPU |
+| buckets | every number of rows, and every kind of rules and drafts that has graphs: bits of the plain run |
 | storms | requests of all kinds at any time, cancelled and preempted; bits of the plain run |
 | faults | a rank lost in the middle of a step or while an engine opens, the leader killed: nothing is left |
 | models | steps of Qwen3.5-9B (random weights) beside those of one GPU |
@@ -45,6 +48,7 @@ PARTS = {
     "company": 60,
     "steady": 60,
     "engines": 200,
+    "buckets": 100,
     "storms": 200,
     "faults": 120,
     "models": 200,
@@ -63,6 +67,7 @@ SHAPES = (
     (1000, 4096),
     (5000, 5120),
 )
+Call = tuple[list[int], Any]  # a prompt and its SamplingParams
 START = "import os\n\n\nclass Stack:\n    "
 
 
@@ -74,7 +79,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=60, help="of storms")
     parser.add_argument("--sums", type=int, default=1_000_000, help="in graphs, of the part sums")
     parser.add_argument(
-        "--families", default=",".join((*FAMILIES, RANDOM)), help="of the parts build, engines and storms"
+        "--families", default=",".join((*FAMILIES, RANDOM)), help="of engines and of what runs them"
     )
     parser.add_argument(
         "--cases", default="", help="of engines (same: --same-bits) and faults, by semicolons; default: all"
@@ -376,14 +381,14 @@ def steady(asked: argparse.Namespace) -> None:
 
 
 def _steady(peers: Peers) -> None:
-    """Each replay of 50 is timed."""
+    """Each replay of 50 is timed, and no host waits between them."""
     import torch.distributed as dist
 
     from hemiola.plugins.sum.cuda import sum as our_sum
 
     dist.init_process_group("nccl", rank=peers.rank, world_size=peers.size, device_id=peers.device)
     a = torch.randn(48 * 2**20, device=peers.device).bfloat16()
-    b, each = torch.empty_like(a), 50
+    b = torch.empty_like(a)
     for rows in (64, 256):
         x = torch.randn(rows, 4096, device=peers.device).bfloat16()
         ways: dict[str, Callable[[], object]] = {
@@ -393,21 +398,12 @@ def _steady(peers: Peers) -> None:
             "NCCL": lambda x=x: dist.all_reduce(x),
         }
         for name, run in ways.items():
-            for _ in range(3):
+
+            def both(run: Callable[[], object] = run) -> None:
+                torch.add(a, 1, out=b)
                 run()
-            peers.meet()
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph):
-                for _ in range(each):
-                    torch.add(a, 1, out=b)
-                    run()
-            peers.meet()
-            marks = [torch.cuda.Event(enable_timing=True) for _ in range(301)]
-            for mark in marks:
-                mark.record()
-                graph.replay()
-            torch.cuda.synchronize()
-            found = sorted(1e3 * p.elapsed_time(q) / each for p, q in itertools.pairwise(marks))
+
+            found = sorted(_replays(peers, both, 300, peers_meet=False))
             if peers.rank == 0:
                 shown = [found[int(part * (len(found) - 1))] for part in (0, 0.1, 0.5, 0.9, 0.99, 1)]
                 row(rows, name, *(f"{number:.1f}" for number in shown))
@@ -415,8 +411,14 @@ def _steady(peers: Peers) -> None:
     os._exit(0)  # NCCL takes seconds to end
 
 
-def _us(peers: Peers, run: Callable[[], object], each: int = 50) -> float:
-    """Median of ten rounds in a graph."""
+def _us(peers: Peers, run: Callable[[], object]) -> float:
+    """Median of ten rounds."""
+    return sorted(_replays(peers, run, 12, peers_meet=True)[2:])[5]
+
+
+def _replays(peers: Peers, run: Callable[[], object], num: int, peers_meet: bool) -> list[float]:
+    """Microseconds of one of 50 in a graph, for each time that it is replayed. peers_meet: before each."""
+    each = 50
     for _ in range(3):
         run()
     peers.meet()
@@ -424,16 +426,16 @@ def _us(peers: Peers, run: Callable[[], object], each: int = 50) -> float:
     with torch.cuda.graph(graph):
         for _ in range(each):
             run()
-    found = []
-    for _ in range(12):
-        peers.meet()
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    peers.meet()
+    pairs = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(num)]
+    for start, end in pairs:
+        if peers_meet:
+            peers.meet()
         start.record()
         graph.replay()
         end.record()
-        torch.cuda.synchronize()
-        found.append(1e3 * start.elapsed_time(end) / each)
-    return sorted(found[2:])[5]
+    torch.cuda.synchronize()
+    return [1e3 * start.elapsed_time(end) / each for start, end in pairs]
 
 
 # Engines.
@@ -483,7 +485,7 @@ def opened(engine_dir: Path, **options: Any) -> Any:
     return LLM(engine_dir, progress=False, **options)
 
 
-def asked_for(text: list[int], seed: int, num: int) -> list[tuple[list[int], Any]]:
+def asked_for(text: list[int], seed: int, num: int) -> list[Call]:
     """Prompts and parameters of all kinds."""
     from hemiola.runtime.api import SamplingParams
 
@@ -514,7 +516,7 @@ def said(output: Any) -> tuple[Any, ...]:
     return output.token_ids, output.logprobs, output.prompt_logprobs, output.finish_reason
 
 
-def answers(engine_dir: Path, calls: list[tuple[list[int], Any]], **options: Any) -> list[tuple[Any, ...]]:
+def answers(engine_dir: Path, calls: list[Call], **options: Any) -> list[tuple[Any, ...]]:
     """All at once, twice: what was kept of the first time is found the second."""
     with opened(engine_dir, **options) as llm:
         prompts, params = map(list, zip(*calls, strict=True))
@@ -525,18 +527,15 @@ def answers(engine_dir: Path, calls: list[tuple[list[int], Any]], **options: Any
         return first
 
 
-def plain(
-    engine_dir: Path, seed: int, num: int, calls: list[tuple[list[int], Any]] | None = None
-) -> tuple[list[tuple[list[int], Any]], list[tuple[Any, ...]]]:
-    """Requests, each a part of a greedy text, and their answers one by one, with nothing on."""
+def plain(engine_dir: Path, calls_of: Callable[[list[int]], list[Call]]) -> tuple[list[Call], list[tuple]]:
+    """Requests made of a greedy text, and their answers one by one, with nothing on."""
     from hemiola.runtime.api import SamplingParams
 
     start = time.monotonic()
     with opened(engine_dir, drafts="none", prefix_cache=False, max_rows=1) as llm:
         opening = time.monotonic() - start
-        if calls is None:
-            ids, params = start_of(llm), SamplingParams(max_tokens=300, temperature=0.0, ignore_eos=True)
-            calls = asked_for(ids + llm.generate([ids], params)[0].token_ids, seed, num)
+        ids, params = start_of(llm), SamplingParams(max_tokens=300, temperature=0.0, ignore_eos=True)
+        calls = calls_of(ids + llm.generate([ids], params)[0].token_ids)
         found = [said(llm.generate([prompt], params)[0]) for prompt, params in calls]
     seconds = time.monotonic() - start - opening
     print(f"* {engine_dir.name}: open in {opening:.1f} s, plain run in {seconds:.1f} s", flush=True)
@@ -565,7 +564,7 @@ def engines(asked: argparse.Namespace) -> None:
     for family in asked.families.split(","):
         if any(name in CASES for name in chosen):
             engine_dir = built(asked, family, tp=asked.tp)
-            calls, wanted = plain(engine_dir, 0, 30)
+            calls, wanted = plain(engine_dir, lambda text: asked_for(text, 0, 30))
         for name in (name for name in CASES if name in chosen):
             start = time.monotonic()
             try:
@@ -580,8 +579,8 @@ def engines(asked: argparse.Namespace) -> None:
             continue
         try:
             dirs = [built(asked, family, tp=tp, same_bits=True) for tp in (1, asked.tp)]
-            calls, wanted = plain(dirs[0], 1, 12)
-            result = "equal" if plain(dirs[1], 1, 12, calls)[1] == wanted else "OTHER"
+            calls, wanted = plain(dirs[0], lambda text: asked_for(text, 1, 12))
+            result = "equal" if plain(dirs[1], lambda _, calls=calls: calls)[1] == wanted else "OTHER"
         except Exception as error:
             result = f"{type(error).__name__}: {error}"
         bad += result != "equal"
@@ -589,11 +588,67 @@ def engines(asked: argparse.Namespace) -> None:
     sys.exit(bad > 0)
 
 
+MIXES: tuple[tuple[dict[str, Any], ...], ...] = (
+    ({},),
+    ({"temperature": 0.9}, {}),
+    ({"temperature": 0.9, "top_k": 50, "top_p": 0.95}, {}),
+    ({"repetition_penalty": 1.1, "logprobs": 2}, {"temperature": 0.9, "top_k": 50}, {}),
+)
+
+
+def buckets(asked: argparse.Namespace) -> None:
+    """Every number of rows and every kind of rules and drafts that has graphs (tests/gpu/test_graphs.py)."""
+    from hemiola.runtime.api import SamplingParams
+
+    bad, together = 0, [*itertools.product((1, 2, 3, 5, 8), MIXES)]
+
+    def calls_of(text: list[int]) -> list[Call]:
+        greedy: dict[str, Any] = {"max_tokens": 24, "temperature": 0.0, "ignore_eos": True}
+        return [
+            (text[: 17 + 9 * at], SamplingParams(**greedy | {"seed": at} | mix[at % len(mix)]))
+            for num, mix in together
+            for at in range(num)
+        ]
+
+    for family in asked.families.split(","):
+        engine_dir = built(asked, family, tp=asked.tp)
+        calls, wanted = plain(engine_dir, calls_of)
+        with opened(engine_dir, drafts="mtp", num_drafts=3, adaptive_drafts=False) as llm:
+            found, used, idle = [], set(), random.Random(3)
+            whole, left = llm._loop.steps.steps.whole, iter(calls)
+            run, longest = whole.run, [0]
+            whole.run = lambda size, run=run, used=used: used.add(size) or run(size)
+
+            def choose(requests: list[Any], most: list[int], idle: Any = idle, longest: Any = longest) -> Any:
+                if idle.random() < 0.4:
+                    longest[0] = idle.choice([0, 3])
+                return [min(num, longest[0]) for num in most]
+
+            llm._loop.scheduler.pace.choose = choose
+            for num, _ in together:
+                prompts, params = map(list, zip(*itertools.islice(left, num), strict=True))
+                found += [said(output) for output in llm.generate(prompts, params)]
+            missing = {b[:2] for b in whole.buckets} - {b[:2] for b in used}
+            missing |= kinds_of(whole.buckets) - kinds_of(used)
+            others = [n for n, pair in enumerate(zip(found, wanted, strict=True)) if pair[0] != pair[1]]
+            bad += bool(missing or others)
+            graphs = (
+                f"{len(used)} of {len(whole.buckets)} graphs, {f'not {missing}' if missing else 'all kinds'}"
+            )
+            row(family, graphs, f"{len(calls)} requests", f"OTHER in {others}" if others else "equal")
+    sys.exit(bad > 0)
+
+
+def kinds_of(buckets: Any) -> set[tuple[int, int, int]]:
+    """Tokens of a row, drafts, and pairs of a row that a drafting head reads."""
+    return {(b.tokens // b.rows, b.passes, b.pairs // b.rows) for b in buckets}
+
+
 def storms(asked: argparse.Namespace) -> None:
     """Until the time is up."""
     bad = done = 0
     dirs = [built(asked, family, tp=asked.tp) for family in asked.families.split(",")]
-    known = [(engine_dir, *plain(engine_dir, 7, 40)) for engine_dir in dirs]
+    known = [(one, *plain(one, lambda text: asked_for(text, 7, 40))) for one in dirs]
     until = time.monotonic() + asked.seconds
     for seed in itertools.count():
         if time.monotonic() > until:
@@ -611,7 +666,7 @@ def storms(asked: argparse.Namespace) -> None:
         if options["drafts"] != "none":
             options["num_drafts"] = dice.choice([1, 2, 3])
         with opened(engine_dir, **options) as llm:
-            for _ in range(20):
+            for _ in range(50):
                 wrong = _storm(llm, dice, calls, wanted)
                 done, bad = done + 1, bad + bool(wrong)
                 if wrong:

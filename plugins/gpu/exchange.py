@@ -12,6 +12,8 @@ A long message goes in blocks instead: programs write their lines as they are, a
 them, which is released behind them and acquired before they are read. That is half of the bytes, and a
 passage more. Blocks have places of their own, in the same turns.
 
+Who has looked 16 times in vain rests before each further look.
+
 Whoever waits looks at the word at STOP (in the host's memory) now and then; if it is not zero, the engine has
 lost a rank, and what comes out is nothing that anybody may read.
 """
@@ -37,7 +39,7 @@ SEND = tl.constexpr("""{
     mov.u32 $0, 0;
     }""")
 RECEIVE = tl.constexpr("""{
-    .reg .pred p;
+    .reg .pred p, q;
     .reg .u32 first, second, turn, word;
     mov.u32 $0, $2;
     mov.u32 $1, $3;
@@ -50,6 +52,8 @@ RECEIVE = tl.constexpr("""{
     setp.eq.and.u32 p, second, $5, p;
     @p bra there;
     add.u32 turn, turn, 1;
+    setp.gt.u32 q, turn, 16;
+    @q nanosleep.u32 500;
     and.b32 word, turn, 1023;
     setp.ne.u32 p, word, 0;
     @p bra again;
@@ -68,7 +72,7 @@ POST = tl.constexpr("""{
     mov.u32 $0, 0;
     }""")
 AWAIT = tl.constexpr("""{
-    .reg .pred p;
+    .reg .pred p, q;
     .reg .u32 turn, word;
     mov.u32 $0, 0;
     setp.eq.u32 p, $4, 0;
@@ -79,6 +83,8 @@ AWAIT = tl.constexpr("""{
     setp.eq.u32 p, word, $2;
     @p bra come;
     add.u32 turn, turn, 1;
+    setp.gt.u32 q, turn, 16;
+    @q nanosleep.u32 500;
     and.b32 word, turn, 1023;
     setp.ne.u32 p, word, 0;
     @p bra again;

@@ -180,6 +180,9 @@ class FollowerProcesses:
                 self._reason or f"rank {one.rank} {_ended(one.process)} while the engine was opened"
             )
         message = json.loads(line)
+        if "failed" in message:
+            reason = f"rank {one.rank} failed while the engine was opened ({message['failed']})"
+            raise RankLost(self._reason or reason)
         if "refused" in message:
             raise Refused("other", message=f"rank {one.rank}: {message['refused']}")
         return message

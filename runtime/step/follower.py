@@ -119,6 +119,9 @@ def main() -> None:
     except Refused as error:
         _say(said, refused=str(error))
         return
+    except Exception as error:
+        _say(said, failed=_words(error))
+        raise
     threading.Thread(target=_end_with, args=(heard, job["leader"]), daemon=True).start()
     if replica.on_cpu:
         from hemiola.plugins.cpu.steps import num_calls  # numba is not needed elsewhere
@@ -126,19 +129,26 @@ def main() -> None:
         calls.append(num_calls)
     _say(said, ready=True)
     try:
-        follow(replica, memory, rank, RecordReader(memory, rank, job["bell"]))
+        reader = RecordReader(memory, rank, job["bell"])
+        follow(replica, memory, rank, reader, lambda error: _say(said, failed=_words(error)))
     except Exception as error:
         if not memory.is_stopped:
-            _say(said, failed=f"{type(error).__name__}: {one_line(error)}")
+            _say(said, failed=_words(error))
             raise
 
 
-def follow(replica: Replica, memory: SharedMemory, rank: int, reader: RecordReader) -> None:
-    """The leader's steps, until something ends this process."""
+def _words(error: Exception) -> str:
+    return f"{type(error).__name__}: {one_line(error)}"
+
+
+def follow(
+    replica: Replica, memory: SharedMemory, rank: int, reader: RecordReader, tell: Callable[[Exception], None]
+) -> None:
+    """The leader's steps, until something ends this process. tell: gets what fails beside them."""
     moves: SimpleQueue[Callable[[], None]] = SimpleQueue()
     digests: SimpleQueue[Callable[[], None]] = SimpleQueue()
     for things, done in ((moves, partial(_count, memory.of(rank))), (digests, lambda: None)):
-        threading.Thread(target=_wait_for, args=(things, done), daemon=True).start()
+        threading.Thread(target=_wait_for, args=(things, done, tell), daemon=True).start()
     while True:
         record = unpacked(reader.read())
         if isinstance(record, Move):
@@ -158,13 +168,16 @@ def _count(own: np.ndarray) -> None:
     own[MOVED] += 1
 
 
-def _wait_for(things: "SimpleQueue[Callable[[], None]]", done: Callable[[], None]) -> None:
+def _wait_for(
+    things: "SimpleQueue[Callable[[], None]]", done: Callable[[], None], tell: Callable[[Exception], None]
+) -> None:
     """Of a GPU, which goes on beside the steps that follow. What fails ends all."""
     try:
         while True:
             things.get()()
             done()
-    except Exception:
+    except Exception as error:
+        tell(error)
         traceback.print_exc()
         os._exit(1)
 

@@ -121,3 +121,13 @@ def test_parts_of_quantised_weights_are_the_parts_of_their_numbers(layout: Layou
     if layout.span:
         with pytest.raises(Refused, match="8 inputs of a layer"):
             Cut(8, 0).columns(whole)
+
+
+def test_what_same_bits_cannot_cut_is_not_the_fault_of_tp() -> None:
+    """The error said --tp 8 of an engine built with --same-bits --tp 4."""
+    segment = Cut(4, 1).segments(8)[0]
+    with pytest.raises(Refused, match=r"^--same-bits \(8 parts\) does not divide .*; leave --same-bits out$"):
+        segment.share("its inner width", 12)
+    group = LazyGroup(Layout("int4", 16), lambda *_: WeightGroup.empty(Layout("int4", 16), (12, 64)))
+    with pytest.raises(Refused, match=r"\(8 parts\) leaves a part 8 inputs .*; leave --same-bits out$"):
+        segment.columns(Lazy.quantised((12, 64), group))

@@ -5,10 +5,15 @@ import signal
 import sys
 import time
 from collections.abc import Callable
+from typing import Any
 
 from hemiola.runtime.device.ranks import Digest
 from hemiola.runtime.step import follower
 from hemiola.runtime.step.record import Move, StepRecord
+
+
+def _fail(*given: Any) -> Any:
+    raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
 
 class BadReplica(follower.Replica):
@@ -25,6 +30,9 @@ class BadReplica(follower.Replica):
                     raise ValueError("a page that is none")
                 case "differs":
                     self.steps.ledger.ids[record.slot_ids[0], -1] = 7
+                case "raises behind a step":  # as a GPU's error comes
+                    super().run(record)
+                    return _fail
         return super().run(record)
 
     def move(self, move: Move) -> Callable[[], None]:
@@ -44,6 +52,8 @@ if __name__ == "__main__":
         follower.free_bytes = lambda *given: os.kill(os.getpid(), signal.SIGSTOP)
     if sys.argv[1] == "hangs opening":
         follower.free_bytes = lambda *given: time.sleep(1000)
+    if sys.argv[1] == "raises opening":
+        follower.free_bytes = _fail
     if sys.argv[1] == "ends at once":
         sys.exit(3)
     follower.Replica = BadReplica  # type: ignore[misc]

@@ -46,6 +46,7 @@ def run(engine_hands: Callable[..., EngineHand], wanted: Wanted, seed: int, **na
         snapshot_interval=dice.choice([0, page_len]),
         num_pages=dice.choice([7, 9, 14, 40]),
         pipeline_depth=seed % 3,
+        cuda_graphs=bool(seed // 2 % 2),  # steps in buckets
         shuffle=dice,
         host_cache_bytes=dice.choice([0, 2**21, 2**24]),
     )

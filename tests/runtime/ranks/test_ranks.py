@@ -116,6 +116,7 @@ FAULTS = {
     "stops": "rank 1 has not moved for 1 seconds",
     "hangs": "no rank has moved in step 5 for 2 seconds",
     "raises": "rank 1 has ended with status 1 (ValueError: a page that is none)",
+    "raises behind a step": "rank 1 has ended with status 1 (RuntimeError: CUDA error: an illegal memory",
     "differs": "rank 1 differs from the leader behind step 5: its ledger",
 }
 
@@ -160,6 +161,7 @@ REFUSED = {
     "other build": (Refused, "rank 1 runs hemiola 0.0 with torch 1.0, the leader hemiola"),
     "no memory": (Refused, "room for 0 pages"),
     "ends at once": (Lost, "rank 1 has ended with status 3 while the engine was opened"),
+    "raises opening": (Lost, r"rank 1 failed while the engine was opened \(RuntimeError: CUDA error"),
     "stops opening": (Lost, "rank 1 has not moved for 2 seconds of opening"),
     "hangs opening": (Lost, "the ranks have not opened in 4 seconds"),
 }
@@ -442,7 +444,7 @@ def test_a_copy_that_a_gpu_has_begun_is_not_done() -> None:
     records = iter([packed(Move("save_slot", (1, [0])))])
     reader: Any = SimpleNamespace(read=lambda: next(records))
     with pytest.raises(StopIteration):
-        follow(Replica(parts, parts, parts, parts), memory, 1, reader)
+        follow(Replica(parts, parts, parts, parts), memory, 1, reader, lambda error: None)
     assert own[MOVED] == 0
     done.set()
     until(lambda: own[MOVED] == 1)
