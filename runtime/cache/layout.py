@@ -146,10 +146,11 @@ class PrefixLayout:
             size = part.tensor.num_bytes
             own_size = size // part.num_pieces
             for page in pages:
-                for rank in range(self.num_ranks if page is not None else 0):
-                    piece = part.piece(payload[at : at + size], rank, self.num_ranks)
-                    yield piece, page[rank, start : start + own_size].reshape(piece.shape)
+                content = payload[at : at + size]
                 at += size
+                for rank, own in enumerate(() if page is None else page):
+                    piece = part.piece(content, rank, self.num_ranks)
+                    yield piece, own[start : start + own_size].reshape(piece.shape)
 
     def _snapshot(self, payload: np.ndarray, slots: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         edge = self.num_pages(payload) * self.page_len
