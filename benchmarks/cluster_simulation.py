@@ -57,6 +57,7 @@ class Turn:
     session: int
     prompt_len: int
     chain: Chain  # prompt and answer
+    is_resent: bool = False  # its replica was killed: the prompt has what was said
 
 
 def conversations(seed: int, num: int, per_second: float, until: float) -> list[Turn]:
@@ -192,7 +193,7 @@ class Reusable:
 
 
 class Event(NamedTuple):
-    """A turn arrives, or a row has put out the tokens up to stop; without a turn, a replica is replaced."""
+    """A turn arrives, or a row has put out the tokens up to stop; without a turn, a replica goes."""
 
     at: float
     order: int
@@ -217,7 +218,9 @@ class Replica:
         elif policy.route == "pages":
             self._tell_pages(number, index)
         self.waiting: list[Turn] = []
+        self.running: dict[int, tuple[Turn, int]] = {}  # by slot: and how many of its tokens there are
         self.num_running = 0
+        self.is_dead = False
         self.free_at = 0.0  # when the prompts so far are computed
 
     def _tell_pages(self, number: int, index: Index) -> None:
@@ -263,14 +266,15 @@ class Policy(NamedTuple):
     host: bool
     scale: int = 4  # what a page to compute counts against a page of load
     file: bool = False
-    churn: bool = False  # as many replicas as there are come, and go, in the time
+    churn: str = ""  # as many replicas as there are come, and go in this way, in the time
 
     def __str__(self) -> str:
         words = self.route + (f", scale {self.scale}" if self.route in ("pages", "reusable depth") else "")
         words += ", host memory" * self.host + " and a file" * self.file
-        return words + ", replicas come and go" * self.churn
+        return words + (f", replicas {self.churn}" if self.churn else "")
 
 
+GOING = DRAINED, KILLED = "come and go", "are killed"
 POLICIES = [
     Policy("round robin", False),
     Policy("session hash", False),
@@ -283,8 +287,7 @@ POLICIES = [
     Policy("reusable depth", True, 16),
     Policy("reusable depth", True, 64),
     Policy("reusable depth", True, file=True),
-    Policy("session hash", True, churn=True),
-    Policy("reusable depth", True, churn=True),
+    *(Policy(route, True, churn=how) for how in GOING for route in ("session hash", "reusable depth")),
 ]
 
 
@@ -296,6 +299,8 @@ class Result:
     turns: int  # counted
     hit: float  # of the prompts' tokens
     ttft_ms: tuple[float, float, float]  # mean, median, 95 %
+    resent: int  # answers that another replica went on with
+    gap_ms: tuple[float, float]  # until it did: mean, 95 %
     seconds: float
 
 
@@ -309,6 +314,7 @@ class Cluster:
         self._noise = np.random.default_rng(0)
         self.first_s: list[float] = []
         self.hits: list[tuple[int, int]] = []
+        self.gaps_s: list[float] = []  # of streams whose replica was killed
         self.loads = np.zeros(2 * num, np.int64)  # pages of requests that run or wait
 
     def run(self, turns: list[Turn]) -> None:
@@ -320,7 +326,9 @@ class Cluster:
         while self._events:
             event = heapq.heappop(self._events)
             if event.turn is None:
-                self._replace()
+                self._replace(event.at)
+                continue
+            if event.slot_id and self.replicas[event.replica].is_dead:
                 continue
             if event.slot_id:
                 self._decode(event, event.turn)
@@ -331,11 +339,22 @@ class Cluster:
                 self.replicas[replica].waiting.append(event.turn)
             self._admit(replica, event.at)
 
-    def _replace(self) -> None:
-        """One drains: it gets nothing new. In its place comes an empty one."""
+    def _replace(self, now: float) -> None:
+        """One drains, and gets nothing new, or is killed. In its place comes an empty one."""
         place = int(self._noise.integers(len(self.alive)))
+        if self.policy.churn == KILLED:
+            self._kill(self.replicas[self.alive[place]], int(self.alive[place]), now)
         self.alive[place] = len(self.replicas)
         self.replicas.append(Replica(len(self.replicas), self.policy, self.index))
+
+    def _kill(self, replica: Replica, number: int, now: float) -> None:
+        """What it had is sent again at once, answers with what was said of them."""
+        replica.is_dead = True
+        said = [Turn(now, turn.session, done, turn.chain, True) for turn, done in replica.running.values()]
+        for turn in (*replica.waiting, *said):
+            heapq.heappush(self._events, Event(now, next(self._order), turn))
+        for key in [key for key, mask in self.index.masks.items() if mask >> number & 1]:
+            self.index.remove(key, number)
 
     def _route(self, turn: Turn) -> int:
         num = len(self.alive)
@@ -359,12 +378,16 @@ class Cluster:
                 return
             replica.waiting.pop(0)
             slot_id, hit, first = found
-            self.first_s.append(first - turn.at)
-            self.hits.append((hit, turn.prompt_len))
+            if turn.is_resent:
+                self.gaps_s.append(first - turn.at)
+            else:
+                self.first_s.append(first - turn.at)
+                self.hits.append((hit, turn.prompt_len))
             self._expect(first, number, turn, slot_id, turn.prompt_len)
 
     def _expect(self, now: float, number: int, turn: Turn, slot_id: int, done: int) -> None:
         last = len(turn.chain.ids) - 1
+        self.replicas[number].running[slot_id] = turn, done
         stop = min(done // PAGE_LEN * PAGE_LEN + PAGE_LEN, last)
         at = now + self.replicas[number].token_s() * (stop - done)
         heapq.heappush(self._events, Event(at, next(self._order), turn, number, slot_id, stop))
@@ -380,6 +403,7 @@ class Cluster:
             return
         replica.prefix.tick()
         replica.prefix.release(event.slot_id, donate=True)
+        del replica.running[event.slot_id]
         replica.num_running -= 1
         self.loads[event.replica] -= turn.prompt_len // PAGE_LEN
 
@@ -391,6 +415,7 @@ def simulate(num: int, policy: Policy, seed: int, seconds: float) -> Result:
     cluster.run(turns)
     for replica in cluster.replicas[:: max(1, num // 8)]:
         replica.prefix.audit()
+    gaps_ms = 1e3 * np.array(cluster.gaps_s or [0.0])
     counted = slice(int(len(turns) * WARM), None)
     hit, asked = map(sum, zip(*cluster.hits[counted], strict=True))
     first_ms = 1e3 * np.array(cluster.first_s[counted])
@@ -402,6 +427,8 @@ def simulate(num: int, policy: Policy, seed: int, seconds: float) -> Result:
         turns=len(first_ms),
         hit=hit / asked,
         ttft_ms=(float(first_ms.mean()), float(p50), float(p95)),
+        resent=len(cluster.gaps_s),
+        gap_ms=(float(gaps_ms.mean()), float(np.percentile(gaps_ms, 95))),
         seconds=time.perf_counter() - begun,
     )
 
@@ -409,12 +436,15 @@ def simulate(num: int, policy: Policy, seed: int, seconds: float) -> Result:
 def row(found: Result) -> str:
     mean, p50, p95 = found.ttft_ms
     cells = (found.replicas, found.seed, found.policy, f"{found.turns:,}", f"{found.hit:.1%}")
-    return f"| {' | '.join(map(str, cells))} | {mean:.0f} | {p50:.0f} | {p95:.0f} | {found.seconds:.0f} |"
+    times = [f"{ms:.0f}" for ms in (mean, p50, p95)]
+    gaps = f"{found.resent} | {found.gap_ms[0]:.0f} | {found.gap_ms[1]:.0f}" if found.resent else "- | - | -"
+    return f"| {' | '.join([*map(str, cells), *times])} | {gaps} | {found.seconds:.0f} |"
 
 
 HEADER = (
-    "| replicas | seed | policy | turns | hit tokens | first token, ms: mean | median | 95 % | in, s |\n"
-    "|---|---|---|---|---|---|---|---|---|"
+    "| replicas | seed | policy | turns | hit tokens | first token, ms: mean | median | 95 % | sent again"
+    " | gap, ms: mean | 95 % | in, s |\n"
+    "|---|---|---|---|---|---|---|---|---|---|---|---|"
 )
 
 

@@ -27,6 +27,7 @@ from hemiola.builder.refuse import (
     refuse_options,
     refuse_weights,
 )
+from hemiola.builder.same_bits import write_same_bits
 from hemiola.builder.targets.kernels import compile_kernels
 from hemiola.builder.targets.torch import CompiledSegment, Job, choose_forms
 from hemiola.builder.targets.work import work_bytes
@@ -92,6 +93,7 @@ def build(path: Path, engine_dir: Path, options: Options, report: Report = silen
         kernels = _kernels(graphs, segments, job)
         absent = drawn(weights[0])
         rank_files = _write(weights, absent, folder, report)
+        write_same_bits(folder, origin.folder, options, model.config.size("num_key_value_heads", 1))
         carried = (_hidden(model, limits),) if drafts == "mtp" else ()
         return Manifest(
             format=manifest.FORMAT,

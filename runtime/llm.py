@@ -26,6 +26,7 @@ from hemiola.runtime.device.memory import free_bytes
 from hemiola.runtime.errors import Name, Refused
 from hemiola.runtime.open import open_loop, open_text, packed_form, shown_sizes, start_followers
 from hemiola.runtime.progress import READY, Report, show
+from hemiola.runtime.same_bits import load_same_bits
 from hemiola.runtime.schedule.carrier import Carrier
 from hemiola.runtime.schedule.collector import Collector
 from hemiola.runtime.schedule.request import Bounds, Request, checked_ids, new_request
@@ -86,6 +87,7 @@ class LLM:
             log.warning("%s", words)
         report("reading the tokenizer", 0, 0)
         self._text = open_text(engine_dir, self.manifest)
+        self._same_bits = load_same_bits(engine_dir, self.manifest.sha256)
         self._grammars = self._text and Grammars(self._text.tokenizer, self.manifest.vocab_size)
         log.info("%s", shown_sizes(self.config, self.manifest, free))
         given = engine_dir, self.manifest, self.config, self._text, device, report, followers
@@ -216,7 +218,8 @@ class LLM:
             raise Refused(
                 "conflict", message=message, way_out=("open it with ", Name("host_cache_bytes", 2**30))
             )
-        return Carrier(self._loop.visit, packed_form(self.config, self.manifest, self._loop.device))
+        form = packed_form(self.config, self.manifest, self._loop.device, self._same_bits)
+        return Carrier(self._loop.visit, form)
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[Piece]:
         """Pieces as they come; who stops reading aborts the request. Refuses before the first piece."""

@@ -28,6 +28,7 @@ from hemiola.runtime.device.session import Session
 from hemiola.runtime.device.windows import Windows
 from hemiola.runtime.errors import Refused, counted
 from hemiola.runtime.progress import Report, silent
+from hemiola.runtime.same_bits import SameBits
 from hemiola.runtime.schedule.loop import Loop
 from hemiola.runtime.schedule.outbox import Outbox
 from hemiola.runtime.schedule.pace import Pace
@@ -119,11 +120,15 @@ def content_form(config: Resolved, identity: str, device: torch.device) -> str:
     return sha256(repr(parts).encode()).hexdigest()
 
 
-def packed_form(config: Resolved, manifest: manifests.Manifest, device: torch.device) -> PackedForm:
-    """Of the engine's prefixes."""
-    fields = content_fields(config, manifest.identity, device)
-    layout = PrefixLayout(manifest.states, manifest.limits, config.drafts == "mtp", manifest.tp)
-    return PackedForm(fields, layout, config.vocab_size, config.max_len)
+def packed_form(
+    config: Resolved, manifest: manifests.Manifest, device: torch.device, same: SameBits | None = None
+) -> PackedForm:
+    """Of the engine's prefixes. same: what it has in common with engines of other numbers of ranks."""
+    ranks = {"ranks": manifest.tp if same is None else "any"}
+    fields = content_fields(config, manifest.identity if same is None else same.bits, device)
+    parts = manifest.tp, None if same is None else same.num_kv_parts
+    layout = PrefixLayout(manifest.states, manifest.limits, config.drafts == "mtp", *parts)
+    return PackedForm(ranks | fields, layout, config.vocab_size, config.max_len)
 
 
 def prefix_cost(manifest: manifests.Manifest) -> Cost:

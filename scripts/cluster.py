@@ -8,12 +8,14 @@ log-probabilities, where asked). At the end workers are idle and nothing is left
 """
 
 import random
+import shlex
 import shutil
 import sys
 import tempfile
 import threading
 import time
 from collections import Counter
+from functools import partial
 from importlib import metadata
 from pathlib import Path
 from typing import Annotated
@@ -25,7 +27,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT / "tests")]
 
 from kit import conversations  # noqa: E402
-from kit.cluster import ENVIRONMENT, Cluster, Member, until  # noqa: E402
+from kit.cluster import ENVIRONMENT, ROUTER, Cluster, Member, until  # noqa: E402
 
 
 class Churn:
@@ -75,6 +77,7 @@ def main(
     tokens: Annotated[int, typer.Option(help="maximum of an answer")] = 96,
     pause: Annotated[float, typer.Option(help="seconds between an answer and the next turn")] = 0.5,
     seed: int = 0,
+    router: Annotated[str, typer.Option(help="options of the frontend's router")] = " ".join(ROUTER),
 ) -> None:
     python = environment()
     print(f"seed {seed}: the plain run of {turns} turns", flush=True)
@@ -82,9 +85,9 @@ def main(
     folder = Path(tempfile.mkdtemp(prefix="hemiola-cluster-"))
     before = shared_memory()
     tiers = ("--num-pages", "130", "--host-cache-bytes", str(32 << 20))
-    with Cluster(python, engine_dir, folder, *tiers) as cluster:
+    with Cluster(python, engine_dir, folder, *tiers, router=shlex.split(router), tells=True) as cluster:
         churn = Churn(cluster, workers, seed)
-        load = conversations.Load(cluster.url, said, concurrency, pause)
+        load = conversations.Load(cluster.url, said, concurrency, pause, partial(starts, cluster))
         asking = threading.Thread(target=load.run)
         start = time.monotonic()
         asking.start()
@@ -107,6 +110,13 @@ def main(
     if faults:
         raise SystemExit(1)
     shutil.rmtree(folder)
+
+
+def starts(cluster: Cluster, turn: conversations.Turn) -> dict[int, int]:
+    """Behind how many tokens of a turn each worker that lives would start now."""
+    asked = turn.prompt, turn.params.cache_salt
+    found = [member.would_start(*asked) for member in cluster.members if member.lives]
+    return dict(one for one in found if one is not None)
 
 
 def not_idle(members: list[Member]) -> list[str]:
@@ -141,8 +151,9 @@ def report(load: conversations.Load, churn: Churn, seconds: float) -> None:
     print(f"wrong or lost: {len(load.faults)}; workers: {dict(churn.counts)}")
     print(f"later turns: {dict(kinds)}")
     print(f"of those whose worker lived, on it and from its cache: {100 * share:.1f} %")
-    deepest = load.deepest_share(churn.gone_at)
-    print(f"of all, on a worker than which none had more: {100 * deepest:.1f} %")
+    deepest = [turn.is_on_deepest(churn.gone_at) for turn in load.later]
+    share, known = load.deepest_share(churn.gone_at), len(deepest) - deepest.count(None)
+    print(f"of {known} of which a worker had anything, on one than which none had more: {100 * share:.1f} %")
 
 
 def metadata_version() -> str:

@@ -3,8 +3,8 @@
 A page is the bytes of all states of its kind, one behind the other, and so is a slot (device/host_units.py).
 A slot that stands at an edge is a snapshot, of which less means something: states whole, no records, of a
 conv the inputs of the last width - 1 tokens in the order of the text, of mtp.hidden the last token's line.
-A conv's parts (x, B, C, or q, k, v) have names of their own. Of an engine of several ranks there is what each
-rank has, by names that begin with `rank0.` and so on.
+A conv's parts (x, B, C, or q, k, v) have names of their own. What ranks of an engine have of a tensor stands
+in the order of its heads or channels, as one rank would have it.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -31,31 +31,54 @@ class NamedShape(NamedTuple):
         return prod(self.shape) * getattr(torch, self.dtype).itemsize
 
 
+class _Part(NamedTuple):
+    """A tensor of the packed form, and what each rank has of it: pieces, one behind the other in `num_lines`
+    lines of bytes. Ranks may have the same piece."""
+
+    tensor: NamedShape  # of all ranks
+    num_lines: int
+    num_pieces: int
+
+    def piece(self, content: np.ndarray, rank: int, num_ranks: int) -> np.ndarray:
+        """The rank's, [lines, bytes], of all bytes of the tensor."""
+        lines = content.reshape(self.num_lines, self.num_pieces, -1)
+        return lines[:, rank * self.num_pieces // num_ranks]
+
+
 class _PagePart(NamedTuple):
     """All bytes of one state in a page."""
 
-    tensor: NamedShape  # of one page
-    start: int
+    part: _Part  # of one page
+    start: int  # in a rank's page
 
 
 class _SlotPart(NamedTuple):
     """Columns of some lines of one state in a slot."""
 
-    tensor: NamedShape
-    start: int  # of the state
+    part: _Part
+    start: int  # of the state in a rank's slot
     line_bytes: int
     num_lines: int  # of the state; a ring, in which position p stands in line p % num_lines
+    num_kept: int
     columns: slice  # bytes of a line
 
 
 class PrefixLayout:
     """Of one engine's states; each rank has as many. has_head: an MTP head runs, else its states mean nothing
-    and are left out.
+    and are left out. num_kv_parts: ranks that have heads of keys and values of their own; the others have
+    the same as one of these.
 
     Raises Refused for a state of which nobody knows what it is at an edge.
     """
 
-    def __init__(self, states: Sequence[State], limits: Limits, has_head: bool, num_ranks: int = 1) -> None:
+    def __init__(
+        self,
+        states: Sequence[State],
+        limits: Limits,
+        has_head: bool,
+        num_ranks: int = 1,
+        num_kv_parts: int | None = None,
+    ) -> None:
         own = [state for state in states if prod(state.shape)]
         shapes = {state.name: state.shape for state in own}
         ring = limits.chunk_len + limits.num_drafts  # by which a conv's is longer than what it needs
@@ -68,9 +91,10 @@ class PrefixLayout:
             if state.name.startswith("mtp.") and not has_head:
                 continue
             if state.kind == "page":
-                self._pages.append(_PagePart(NamedShape(state.name, state.dtype, state.shape), start))
+                self._pages.append(_PagePart(_of_heads(state, num_kv_parts or num_ranks), start))
             else:
-                self._slots.extend(_at_edge(state, start, num_bytes // state.shape[0], ring, shapes))
+                line_bytes = num_bytes // state.shape[0]
+                self._slots.extend(_at_edge(state, start, line_bytes, ring, shapes, num_ranks))
         self.page_bytes, self.slot_bytes = starts["page"], starts["slot"]  # of a rank
         self.num_ranks = num_ranks
         self.page_len = limits.page_len
@@ -78,14 +102,9 @@ class PrefixLayout:
     def tensors(self, num_pages: int) -> list[NamedShape]:
         """All of a prefix, in the order of the payload: ids, pages, and the snapshot behind them."""
         ids = NamedShape("token_ids", "int32", (num_pages * self.page_len,))
-        pages = [part.tensor._replace(shape=(num_pages, *part.tensor.shape)) for part in self._pages]
-        return [ids, *self._of_ranks(pages), *self._of_ranks([part.tensor for part in self._slots])]
-
-    def _of_ranks(self, tensors: Sequence[NamedShape]) -> list[NamedShape]:
-        if self.num_ranks == 1:
-            return [*tensors]
-        ranks = range(self.num_ranks)
-        return [tensor._replace(name=f"rank{rank}.{tensor.name}") for rank in ranks for tensor in tensors]
+        pages = [part.tensor for part, _ in self._pages]
+        pages = [tensor._replace(shape=(num_pages, *tensor.shape)) for tensor in pages]
+        return [ids, *pages, *(one.part.tensor for one in self._slots)]
 
     def num_bytes(self, num_pages: int) -> int:
         """Of the payload."""
@@ -123,57 +142,72 @@ class PrefixLayout:
     ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         """Where each state of each page of each rank stands in the payload, and in the page."""
         at = 4 * self.page_len * len(pages)  # behind the ids
-        for rank in range(self.num_ranks):
-            for tensor, start in self._pages:
-                size = tensor.num_bytes
-                for page in pages:
-                    if page is not None:
-                        yield payload[at : at + size], page[rank, start : start + size]
-                    at += size
+        for part, start in self._pages:
+            size = part.tensor.num_bytes
+            own_size = size // part.num_pieces
+            for page in pages:
+                content = payload[at : at + size]
+                at += size
+                for rank, own in enumerate(() if page is None else page):
+                    piece = part.piece(content, rank, self.num_ranks)
+                    yield piece, own[start : start + own_size].reshape(piece.shape)
 
     def _snapshot(self, payload: np.ndarray, slots: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         edge = self.num_pages(payload) * self.page_len
-        at = len(payload) - self.num_ranks * sum(part.tensor.num_bytes for part in self._slots)
-        for slot in slots:
-            for tensor, start, line_bytes, num_lines, columns in self._slots:
+        at = len(payload) - sum(one.part.tensor.num_bytes for one in self._slots)
+        for part, start, line_bytes, num_lines, num_kept, columns in self._slots:
+            content = payload[at : at + part.tensor.num_bytes]
+            at += len(content)
+            first = 0 if num_kept == num_lines else (edge - num_kept) % num_lines
+            head = min(num_kept, num_lines - first)  # lines before the ring begins again
+            for rank, slot in enumerate(slots):
                 lines = slot[start : start + num_lines * line_bytes].reshape(num_lines, line_bytes)
-                kept = tensor.shape[0]
-                width = tensor.num_bytes // kept
-                piece = payload[at : at + tensor.num_bytes].reshape(kept, width)
-                at += tensor.num_bytes
-                first = 0 if kept == num_lines else (edge - kept) % num_lines
-                head = min(kept, num_lines - first)  # lines before the ring begins again
+                piece = part.piece(content, rank, self.num_ranks)
+                piece = piece if len(piece) == num_kept else piece.reshape(num_kept, -1)
                 yield piece[:head], lines[first : first + head, columns]
-                yield piece[head:], lines[: kept - head, columns]
+                yield piece[head:], lines[: num_kept - head, columns]
+
+
+def _of_heads(state: State, num_pieces: int) -> _Part:
+    """Keys or values of a page: each token's heads."""
+    num_tokens, heads, *rest = state.shape
+    return _Part(
+        NamedShape(state.name, state.dtype, (num_tokens, heads * num_pieces, *rest)), num_tokens, num_pieces
+    )
 
 
 def _at_edge(
-    state: State, start: int, line_bytes: int, ring: int, shapes: Mapping[str, tuple[int, ...]]
+    state: State,
+    start: int,
+    line_bytes: int,
+    ring: int,
+    shapes: Mapping[str, tuple[int, ...]],
+    num_ranks: int,
 ) -> Iterator[_SlotPart]:
     """What a state has at an edge."""
     num_lines, *rest = state.shape
     layer, _, what = state.name.rpartition(".")
     if what.endswith("_records"):
         return
-    if what == "state":
-        kept = num_lines
-    elif what == "conv" and num_lines > ring:
-        kept = num_lines - ring
-    elif state.name == HIDDEN:
-        kept = 1
-    elif what == "conv":  # of width 1
-        return
+    if what == "state":  # a line for each head
+        tensor = NamedShape(state.name, state.dtype, (num_lines * num_ranks, *rest))
+        part = _Part(tensor, 1, num_ranks)
+        yield _SlotPart(part, start, line_bytes, num_lines, num_lines, slice(0, line_bytes))
+    elif state.name == HIDDEN:  # each rank has all of it
+        part = _Part(NamedShape(state.name, state.dtype, (1, *rest)), 1, 1)
+        yield _SlotPart(part, start, line_bytes, num_lines, 1, slice(0, line_bytes))
+    elif what == "conv":
+        num_kept, item, first = num_lines - ring, line_bytes // rest[0], 0
+        parts = _conv_parts(layer, rest[0], shapes)
+        for name, width in parts if num_kept > 0 else []:  # else of width 1
+            tensor = NamedShape(state.name + name, state.dtype, (num_kept, width * num_ranks))
+            columns = slice(first * item, (first + width) * item)
+            first += width
+            part = _Part(tensor, num_kept, num_ranks)
+            yield _SlotPart(part, start, line_bytes, num_lines, num_kept, columns)
     else:
         message = f"nobody knows what of the state {state.name} stands at an edge"
         raise Refused("unsupported", message=message, way_out="this engine's prefixes cannot be moved")
-    item = line_bytes // max(prod(rest), 1)
-    first = 0
-    for name, width in _conv_parts(layer, rest[0], shapes) if what == "conv" else [("", prod(rest))]:
-        columns = slice(first * item, (first + width) * item)
-        first += width
-        shape = (kept, width) if what == "conv" else (kept, *rest)
-        tensor = NamedShape(state.name + name, state.dtype, shape)
-        yield _SlotPart(tensor, start, line_bytes, num_lines, columns)
 
 
 def _conv_parts(layer: str, channels: int, shapes: Mapping[str, tuple[int, ...]]) -> list[tuple[str, int]]:

@@ -193,16 +193,15 @@ class Tier:
         with self.held(last):
             if not self._make_room(needed):
                 return None
-            new: list[Entry] = []
-            for source in added:
-                last = self._place(last, source, self._free.pop())
-                new.append(last)
+            units = self._take(len(added))
+            for source, unit in zip(added, units, strict=True):
+                last = self._place(last, source, unit)
             assert last is not None
-            self.mover.save_pages([source.page_id for source in added], [one.page_id for one in new])
+            self.mover.save_pages([source.page_id for source in added], units)
             if not has_state:
-                units = [self._free.pop() for _ in range(self.mover.units_per_slot)]
-                self.mover.save_slot(entry.slot_id, units)
-                self._attach(last, entry.kind, units)
+                state = self._take(self.mover.units_per_slot)
+                self.mover.save_slot(entry.slot_id, state)
+                self._attach(last, entry.kind, state)
         self._rest(last)
         self.statistics.saved_units += needed
         return last
@@ -217,7 +216,7 @@ class Tier:
         """Units to write to, before `adopt` or `take_back`; None if there is no room."""
         if not self._make_room(num_units):
             return None
-        units = [self._free.pop() for _ in range(num_units)]
+        units = self._take(num_units)
         self._lent.update(units)
         self._orphans.update(units)
         return units
@@ -300,6 +299,13 @@ class Tier:
     def _rest(self, entry: Entry) -> None:
         if not entry.children and entry not in self._held:
             self._evictor.idle(entry)
+
+    def _take(self, num_units: int) -> list[int]:
+        """Free units in order, so that neighbours are copied in one go."""
+        first = len(self._free) - num_units
+        units = sorted(self._free[first:])
+        del self._free[first:]
+        return units
 
     def _make_room(self, num_units: int) -> bool:
         """Give up what is worth least until so many units are free; nothing, where they never would be."""

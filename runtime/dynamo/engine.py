@@ -1,7 +1,6 @@
 """An LLM as the engine that Dynamo's worker drives. The methods' names and arguments are Dynamo's."""
 
 import asyncio
-from collections import deque
 from collections.abc import AsyncIterator, Callable, Mapping
 from functools import partial
 from pathlib import Path
@@ -12,8 +11,9 @@ from hemiola.runtime.dynamo.binding import Errors
 from hemiola.runtime.dynamo.events import CacheEvents, Publisher, PushSource
 from hemiola.runtime.dynamo.handover import Handover
 from hemiola.runtime.dynamo.load import Snapshot
-from hemiola.runtime.dynamo.reply import Chunk, chunk_of
-from hemiola.runtime.dynamo.request import Submission, read_request
+from hemiola.runtime.dynamo.pieces import Doorbell, PieceStream
+from hemiola.runtime.dynamo.reply import Chunk, chunk_of, last_chunk
+from hemiola.runtime.dynamo.request import Submission, link_of, read_request
 from hemiola.runtime.errors import Busy, Failed, Refused, counted
 from hemiola.runtime.llm import LLM
 
@@ -32,28 +32,6 @@ class Context(Protocol):
     """One request of Dynamo's."""
 
     def id(self) -> str: ...
-
-
-class _Doorbell:
-    """Brings pieces to the event loop, which wakes up once for all that a step has."""
-
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        self._loop = loop
-        self._waiting: deque[tuple[asyncio.Queue[Piece], Piece]] = deque()
-        self._has_rung = False
-
-    def put(self, pieces: asyncio.Queue[Piece], piece: Piece) -> None:
-        """By any thread."""
-        self._waiting.append((pieces, piece))
-        if not self._has_rung:
-            self._has_rung = True
-            self._loop.call_soon_threadsafe(self._open)
-
-    def _open(self) -> None:
-        self._has_rung = False  # first: what comes from now on rings again
-        while self._waiting:
-            pieces, piece = self._waiting.popleft()
-            pieces.put_nowait(piece)
 
 
 class _Running:
@@ -107,7 +85,7 @@ class DynamoEngine:
 
     async def start(self, worker_id: int) -> object:
         """Nobody finds the worker before this returns."""
-        self._doorbell = _Doorbell(asyncio.get_running_loop())
+        self._doorbell = Doorbell(asyncio.get_running_loop())
         try:
             self._llm = await asyncio.to_thread(self._open_llm)
             if self._hand_over is not None:
@@ -137,24 +115,24 @@ class DynamoEngine:
 
     async def generate(self, request: Mapping[str, Any], context: Context) -> AsyncIterator[Chunk]:
         """The chunks of one request."""
-        llm, pieces = self._opened(), asyncio.Queue[Piece]()
+        llm, pieces = self._opened(), PieceStream(self._doorbell)
         self._check_room(llm)
         own = self._running[context.id()] = _Running(llm.abort)
         try:
-            put = partial(self._doorbell.put, pieces)
-            asked = await self._submit(llm, request, put, own)
-            prompt_len, scores = len(asked.prompt), None
+            asked = await self._submit(llm, request, pieces.put, own)
+            link, scores = link_of(len(asked.prompt)), None
             while True:
-                piece = await pieces.get()
+                piece = await pieces
                 scores = scores or piece.prompt_logprobs
+                if piece.finish_reason is None:
+                    yield chunk_of(piece, link)
+                    continue
                 self._check(llm, piece)
-                ended = piece.finish_reason is not None
-                chunk = chunk_of(piece, prompt_len, scores if ended else None)
-                if ended and self._handover is not None:
+                chunk = last_chunk(piece, scores)
+                if self._handover is not None:
                     chunk |= self._handover.result
                 yield chunk
-                if ended:
-                    return
+                return
         finally:
             if self._running.get(context.id()) is own:
                 del self._running[context.id()]

@@ -1,32 +1,44 @@
 """Pieces as the chunks that Dynamo's frontend reads."""
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from hemiola.runtime.api import Logprob, Piece, PromptLogprobs
-from hemiola.runtime.dynamo.request import link_of
 
 Chunk = dict[str, Any]
 
 
-def chunk_of(piece: Piece, prompt_len: int, prompt_logprobs: PromptLogprobs | None = None) -> Chunk:
-    """prompt_logprobs: of a request's last piece."""
-    chunk: Chunk = {"token_ids": piece.token_ids, "index": 0}
-    if piece.logprobs:
-        chunk["log_probs"] = [score.logprob for score in piece.logprobs]
-        chunk["top_logprobs"] = [_best(score) for score in piece.logprobs]
-    if piece.finish_reason is None or piece.metrics is None:
-        return chunk | {"worker_trace_link": link_of(prompt_len)}
+def chunk_of(piece: Piece, link: Mapping[str, str]) -> Chunk:
+    """link: tells the next worker how long the prompt was."""
+    chunk: Chunk = {"token_ids": piece.token_ids, "index": 0, "worker_trace_link": link}
+    return chunk | _scores(piece.logprobs) if piece.logprobs else chunk
+
+
+def last_chunk(piece: Piece, prompt_logprobs: PromptLogprobs | None) -> Chunk:
+    """Without a link: nobody goes on behind it."""
+    assert piece.metrics is not None
     num_prompt, num_output = piece.metrics.num_prompt_tokens, piece.metrics.num_output_tokens
-    chunk["finish_reason"] = piece.finish_reason
-    chunk["completion_usage"] = {
-        "prompt_tokens": num_prompt,
-        "completion_tokens": num_output,
-        "total_tokens": num_prompt + num_output,
-        "prompt_tokens_details": {"cached_tokens": min(piece.metrics.cached_tokens, num_prompt)},
+    chunk: Chunk = {
+        "token_ids": piece.token_ids,
+        "index": 0,
+        "finish_reason": piece.finish_reason,
+        "completion_usage": {
+            "prompt_tokens": num_prompt,
+            "completion_tokens": num_output,
+            "total_tokens": num_prompt + num_output,
+            "prompt_tokens_details": {"cached_tokens": min(piece.metrics.cached_tokens, num_prompt)},
+        },
     }
     if prompt_logprobs is not None:
         chunk["engine_data"] = {"prompt_logprobs": [score and _of_prompt(score) for score in prompt_logprobs]}
-    return chunk
+    return chunk | _scores(piece.logprobs) if piece.logprobs else chunk
+
+
+def _scores(logprobs: Sequence[Logprob]) -> Chunk:
+    return {
+        "log_probs": [score.logprob for score in logprobs],
+        "top_logprobs": [_best(score) for score in logprobs],
+    }
 
 
 def _best(score: Logprob) -> list[dict[str, Any]]:

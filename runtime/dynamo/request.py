@@ -54,19 +54,24 @@ def read_request(request: Fields, max_len: int, min_priority: int) -> Submission
     stopping = _part(request, "stop_conditions")
     routing = _part(request, "routing")
     outputs = _part(request, "output_options")
+    # Only what is given: each value costs a check before the first token.
     values: dict[str, Any] = {
         **_sampling(_part(request, "sampling_options")),
+        **{name: value for name, value in outputs.items() if name in ("logprobs", "prompt_logprobs")},
         "max_tokens": num_said + (stopping.get("max_tokens") or max(1, max_len - len(ids))),
-        "stop": stopping.get("stop") or (),
-        "stop_token_ids": _stop_token_ids(stopping),
-        "ignore_eos": bool(stopping.get("ignore_eos")),
-        "logprobs": outputs.get("logprobs"),
-        "prompt_logprobs": outputs.get("prompt_logprobs"),
-        "cache_salt": routing.get("cache_salt") or "",
-        "priority": _priority(routing, min_priority),
     }
+    if stopping.get("stop"):
+        values["stop"] = stopping["stop"]
+    if stop_token_ids := _stop_token_ids(stopping):
+        values["stop_token_ids"] = stop_token_ids
+    if stopping.get("ignore_eos"):
+        values["ignore_eos"] = True
     if stopping.get("min_tokens") is not None:
         values["min_tokens"] = num_said + stopping["min_tokens"]
+    if routing.get("cache_salt"):
+        values["cache_salt"] = routing["cache_salt"]
+    if priority := _priority(routing, min_priority):
+        values["priority"] = priority
     grammar = _grammar(request)
     if grammar is not None:
         values["structured_outputs"] = grammar

@@ -11,7 +11,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -19,6 +19,11 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 ENVIRONMENT = ROOT / ".venv/cluster"  # made by scripts/cluster.py
 LIMIT_S = 300.0
+# Prefixes count for more than even load, and a conversation that its caller names stays where it is.
+ROUTER = (
+    *("--router-prefill-load-scale", "16"),
+    *("--router-session-affinity-ttl-secs", "600", "--router-session-affinity-mode", "soft"),
+)
 
 
 def dynamo_python() -> Path | None:
@@ -53,6 +58,7 @@ class Member:
     process: subprocess.Popen[bytes]
     log: Path
     port: int  # of its health and metrics
+    door: Path  # see told_worker.py
 
     @property
     def lives(self) -> bool:
@@ -68,6 +74,18 @@ class Member:
         except OSError:
             return 0
 
+    def would_start(self, ids: Sequence[int], salt: str) -> tuple[int, int] | None:
+        """Its id, and behind how many tokens of a prompt it would start now; None: it does not say."""
+        try:
+            with socket.socket(socket.AF_UNIX) as door:
+                door.settimeout(5)
+                door.connect(str(self.door))
+                door.sendall(json.dumps([ids, salt]).encode() + b"\n")
+                worker, tokens = json.loads(door.makefile().read())
+        except (OSError, ValueError):
+            return None
+        return worker, tokens
+
     def gauge(self, name: str) -> float | None:
         """The value of a gauge of /metrics."""
         with urllib.request.urlopen(f"http://127.0.0.1:{self.port}/metrics", timeout=5) as answer:
@@ -77,10 +95,22 @@ class Member:
 
 
 class Cluster:
-    """Ends all that it started. options: of the workers."""
+    """Ends all that it started. options: of the workers. router: of the frontend. tells: workers say where
+    they would start (told_worker.py)."""
 
-    def __init__(self, python: Path, engine_dir: Path, folder: Path, *options: str) -> None:
+    def __init__(
+        self,
+        python: Path,
+        engine_dir: Path,
+        folder: Path,
+        *options: str,
+        router: Sequence[str] = ROUTER,
+        tells: bool = False,
+    ) -> None:
         self.python, self.engine_dir, self.folder, self.options = python, engine_dir, folder, options
+        self._router = router
+        told = [str(ROOT / "tests/kit/told_worker.py")]
+        self._program = told if tells else ["-m", "hemiola", "dynamo-worker"]
         self.store = folder / "store"
         self.port = free_port()
         self.members: list[Member] = []
@@ -99,8 +129,7 @@ class Cluster:
         home = self.folder / "home"  # where the frontend keeps model cards
         home.mkdir(parents=True)
         command = ["-m", "dynamo.frontend", "--router-mode", "kv", "--migration-limit", "9"]
-        command += ["--router-prefill-load-scale", "16"]  # prefixes count for more than even load
-        command += ["--http-host", "127.0.0.1", "--http-port", str(self.port)]
+        command += [*self._router, "--http-host", "127.0.0.1", "--http-port", str(self.port)]
         self.frontend = self._start(command, self.folder / "frontend.log", {"HOME": str(home)})
         return self
 
@@ -121,10 +150,10 @@ class Cluster:
     def add(self, *options: str) -> Member:
         """Start a worker; `await_workers` waits until the frontend knows it."""
         name, port = f"worker{len(self.members)}", free_port()
-        command = ["-m", "hemiola", "dynamo-worker", str(self.engine_dir), *self.options, *options]
-        log = self.folder / f"{name}.log"
-        process = self._start(command, log, {"DYN_SYSTEM_PORT": str(port)})
-        self.members.append(Member(name, process, log, port))
+        command = [*self._program, str(self.engine_dir), *self.options, *options]
+        log, door = self.folder / f"{name}.log", self.folder / f"{name}.door"
+        process = self._start(command, log, {"DYN_SYSTEM_PORT": str(port), "TOLD_DOOR": str(door)})
+        self.members.append(Member(name, process, log, port, door))
         return self.members[-1]
 
     def kill(self, member: Member) -> None:

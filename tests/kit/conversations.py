@@ -7,10 +7,9 @@ import random
 import threading
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +31,7 @@ WORDS = (
     "x = 1",
     "\n",
 )
-PAGE = 64  # tokens
+SESSION = "x-dynamo-session-id"
 REGEX = "([a-z]{1,7} ){1,9}end"
 RULES: dict[str, dict[str, Any]] = {
     "greedy": {},
@@ -114,11 +113,12 @@ def _batch(llm: LLM, dice: random.Random, num: int, num_tokens: int) -> list[Con
     return [one for one in conversations if one]
 
 
-def ask(client: openai.OpenAI, turn: Turn) -> Answer:
+def ask(client: openai.OpenAI, turn: Turn, conversation: str) -> Answer:
     """Asks a turn, and compares."""
     text, scores, reason, answer = "", [], "", Answer()
     try:
-        stream = client.completions.create(stream=True, stream_options={"include_usage": True}, **turn.body())
+        streaming = {"stream": True, "stream_options": {"include_usage": True}}
+        stream = client.completions.create(**streaming, **turn.body(), extra_headers={SESSION: conversation})
         for chunk in stream:
             for choice in chunk.choices:
                 text += choice.text or ""
@@ -143,20 +143,6 @@ def ask(client: openai.OpenAI, turn: Turn) -> Answer:
     return answer
 
 
-def pages_of(turn: Turn, output: Sequence[int] = ()) -> list[bytes]:
-    """A name for each page of its text, that stands for all before it."""
-    ids, name, found = [*turn.prompt, *output], str(turn.params.cache_salt).encode(), []
-    for end in range(PAGE, len(ids), PAGE):
-        name = sha256(name + repr(ids[end - PAGE : end]).encode()).digest()
-        found.append(name)
-    return found
-
-
-def depth(turn: Turn, pages: set[bytes]) -> int:
-    """How many of a turn's first pages are among these."""
-    return sum(1 for _ in itertools.takewhile(pages.__contains__, pages_of(turn)))
-
-
 @dataclass
 class Later:
     """A turn behind another one of its conversation."""
@@ -164,14 +150,15 @@ class Later:
     at: float  # by time.monotonic, when it was asked
     before: int  # the worker of the turn before
     answer: Answer
-    depths: dict[int, int]  # pages that each worker had at some time, by id
+    starts: Mapping[int, int]  # tokens behind which each worker would have started then, by id
 
-    def is_on_deepest(self, gone_at: Mapping[int, float]) -> bool:
-        """Whether no worker that lived could have had more of it: what caches have given up meanwhile is
-        not known here, so this says no too often."""
+    def is_on_deepest(self, gone_at: Mapping[int, float]) -> bool | None:
+        """Whether no worker would have started behind more tokens than the one that answered; None: nobody
+        had anything. Workers that went before the answer's end are left out, whoever ended them."""
         end = self.at + self.answer.seconds
-        lived = [depth for worker, depth in self.depths.items() if gone_at.get(worker, math.inf) > end]
-        return self.depths.get(self.answer.worker, 0) >= max(lived, default=0)
+        lived = [start for worker, start in self.starts.items() if gone_at.get(worker, math.inf) > end]
+        most = max(lived, default=0)
+        return self.starts.get(self.answer.worker, 0) >= most if most else None
 
     def kind(self, gone_at: Mapping[int, float]) -> str:
         """What the router made of it. gone_at: when workers went, by id."""
@@ -185,46 +172,48 @@ class Load:
     """Asks conversations, several at once; each waits for its own answers."""
 
     def __init__(
-        self, url: str, conversations: Sequence[Conversation], concurrency: int, pause_s: float = 0.0
+        self,
+        url: str,
+        conversations: Sequence[Conversation],
+        concurrency: int,
+        pause_s: float = 0.0,
+        starts: Callable[[Turn], Mapping[int, int]] = lambda turn: {},
     ) -> None:
-        """pause_s: between an answer and the next turn."""
-        self._pause_s = pause_s
+        """pause_s: between an answer and the next turn. starts: behind how many tokens of a turn each worker
+        would start now, by id; is asked before the turn is."""
+        self._pause_s, self._starts = pause_s, starts
         self._client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=120)
         self._conversations, self._concurrency = conversations, concurrency
         self._lock = threading.Lock()
         self.num_done = 0
         self.faults: list[str] = []
         self.later: list[Later] = []
-        self._pages: dict[int, set[bytes]] = {}  # by worker: what it has computed
 
     def run(self) -> None:
         with ThreadPoolExecutor(self._concurrency) as pool:
-            for _ in pool.map(self._converse, self._conversations):
+            for _ in pool.map(self._converse, itertools.count(), self._conversations):
                 pass
 
     def kinds(self, gone_at: Mapping[int, float]) -> Counter[str]:
         return Counter(turn.kind(gone_at) for turn in self.later)
 
     def deepest_share(self, gone_at: Mapping[int, float]) -> float:
-        """Of later turns: on a worker than which none that lived could have more of it."""
+        """Of later turns of which somebody had anything: on a worker than which none that lived had more."""
         found = [turn.is_on_deepest(gone_at) for turn in list(self.later)]
-        return sum(found) / max(1, len(found))
+        return found.count(True) / max(1, len(found) - found.count(None))
 
-    def _converse(self, conversation: Conversation) -> None:
+    def _converse(self, name: int, conversation: Conversation) -> None:
         before = 0
         for number, turn in enumerate(conversation):
-            with self._lock:
-                depths = {worker: depth(turn, pages) for worker, pages in self._pages.items()}
+            starts = self._starts(turn) if number else {}
             start = time.monotonic()
-            answer = ask(self._client, turn)
+            answer = ask(self._client, turn, f"conversation {name}")
             answer.seconds = time.monotonic() - start
             with self._lock:
                 self.num_done += 1
                 if answer.fault:
                     self.faults.append(f"{turn.params.model_dump(exclude_defaults=True)}: {answer.fault}")
                 if number:
-                    self.later.append(Later(start, before, answer, depths))
-                if not answer.fault:
-                    self._pages.setdefault(answer.worker, set()).update(pages_of(turn, turn.token_ids))
+                    self.later.append(Later(start, before, answer, starts))
             before = answer.worker
             time.sleep(self._pause_s)

@@ -161,6 +161,7 @@ REFUSED = {
     "deep JSON": (lambda packed: sealed(b"[" * 10**5, b""), "malformed", "no JSON object"),
     "another hemiola": (changed("hemiola", "9.9"), "conflict", "has hemiola '9.9', this engine '0.1"),
     "another engine": (changed("engine", "0" * 64), "conflict", "packed has engine '000"),
+    "other ranks": (changed("ranks", 2), "conflict", "packed has ranks 2, this engine 1"),
     "another machine": (changed("machine", "Z80"), "conflict", "packed has machine 'Z80'"),
     "no head": (changed("mtp_head", False), "conflict", "packed has mtp_head False, this engine True"),
     "a number for a head": (changed("mtp_head", 1), "conflict", "packed has mtp_head 1"),

@@ -1,0 +1,27 @@
+"""Writes down which other engines have the same bits (--same-bits): those of all that does not name ranks."""
+
+import hashlib
+import json
+from pathlib import Path
+
+import torch
+
+import hemiola
+from hemiola.builder.formats.declared import MODELOPT
+from hemiola.builder.options import Options
+from hemiola.runtime.same_bits import FILE, SameBits
+
+READ = ("config.json", MODELOPT, "*.safetensors")  # of a checkpoint's folder
+
+
+def write_same_bits(engine_dir: Path, checkpoint: Path, options: Options, num_kv_heads: int) -> None:
+    """Not for random weights, which each rank draws for itself."""
+    if not options.same_bits or options.random_weights:
+        return
+    digest = hashlib.sha256(repr((hemiola.__version__, torch.__version__)).encode())
+    digest.update(options.model_dump_json(exclude={"tp", "revision"}).encode())
+    for path in sorted({path for name in READ for path in checkpoint.glob(name)}):
+        with path.open("rb") as file:
+            digest.update(path.name.encode() + hashlib.file_digest(file, "sha256").digest())
+    made = SameBits(digest.hexdigest(), min(options.tp, num_kv_heads))
+    (engine_dir / FILE).write_text(json.dumps(made._asdict()) + "\n")
