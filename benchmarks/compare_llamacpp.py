@@ -33,7 +33,7 @@ from hemiola.runtime.llm import LLM
 
 ROOT = Path(__file__).parent.parent
 TYPES = {"fp32": "f32", "bf16": "bf16", "int8": "q8_0", "int4": "q4_0"}  # llama.cpp's names
-CACHE_BYTES = 2**28  # for 8 requests
+CACHE_BYTES = 2**29  # for 8 requests
 Ids = list[list[int]]
 
 
@@ -93,7 +93,8 @@ class Ours:
         self.name, self._clock = f"hemiola {dtype} {drafts}", clock
         num_drafts = 12 if drafts == "ngram" else "auto"
         options: dict[str, Any] = {"drafts": drafts, "num_drafts": num_drafts, "prefix_cache": False}
-        self._llm = LLM(engine_dir, max_rows=8, cache_bytes=CACHE_BYTES, **options)
+        sizes: dict[str, Any] = {"max_rows": 8, "max_len": 2 * PROMPT_LEN, "cache_bytes": CACHE_BYTES}
+        self._llm = LLM(engine_dir, **sizes, **options)
 
     def run(self, ids: Ids) -> Timed:
         begun, whole = self._measured(ids, 1), self._measured(ids, NEW_LEN)
