@@ -6,7 +6,8 @@ PYTHONPATH=. python benchmarks/compare_llamacpp.py [--llama DIR] [--models qwen3
 
 512 -> 128 greedy tokens, prefix cache off, everyone in turn, best of the repeats. A model is a name in demo/
 or a folder. `--weights` says what weights are rounded to: fp32 and bf16 are the checkpoint's numbers; int8
-and int4 are ours of `build-engine --quantize` and llama.cpp's Q8_0 and Q4_0. DIR holds llama.cpp's library,
+and int4 are ours of `build-engine --quantize` and llama.cpp's Q8_0 and Q4_0, which round the output head
+(Q8_0 and Q6_K); int8+head and int4+head are ours with `--quantize-head int8`. DIR holds llama.cpp's library,
 a program `same` (ids in, ids and seconds out) and `gguf/MODEL-{f32,bf16,q8_0,q4_0}.gguf`; without it
 llama.cpp is left out. FOLDER keeps our engines for the next call. `kernels` and `outside`: wall milliseconds
 of a decode step in compiled code and in all else. Answers are compared with those of the first row; int8 and
@@ -32,7 +33,15 @@ from hemiola.runtime.api import SamplingParams
 from hemiola.runtime.llm import LLM
 
 ROOT = Path(__file__).parent.parent
-TYPES = {"fp32": "f32", "bf16": "bf16", "int8": "q8_0", "int4": "q4_0"}  # llama.cpp's names
+INT8_HEAD = {"quantize_head": "int8"}
+WEIGHTS: dict[str, tuple[str, dict[str, Any]]] = {  # llama.cpp's name, options of build-engine
+    "fp32": ("f32", {}),
+    "bf16": ("bf16", {}),
+    "int8": ("q8_0", {"quantize": "int8"}),
+    "int4": ("q4_0", {"quantize": "int4"}),
+    "int8+head": ("q8_0", {"quantize": "int8"} | INT8_HEAD),
+    "int4+head": ("q4_0", {"quantize": "int4"} | INT8_HEAD),
+}
 CACHE_BYTES = 2**29  # for 8 requests
 Ids = list[list[int]]
 
@@ -153,16 +162,16 @@ def engine_of(checkpoint: Path, dtype: str, drafts: bool, folder: Path) -> Path:
     engine_dir = folder / f"{checkpoint.name}-{dtype}-engine"
     if not engine_dir.exists():
         source = in_fp32(checkpoint, folder / f"{checkpoint.name}-fp32") if dtype == "fp32" else checkpoint
-        quantize: Any = dtype if dtype in ("int8", "int4") else None
         options: dict[str, Any] = {"num_drafts": 12} if drafts else {"drafts": "none"}
-        build(source, engine_dir, Options(quantize=quantize, **options))
+        build(source, engine_dir, Options(**WEIGHTS[dtype][1], **options))
     return engine_dir
 
 
 def contestants(args: argparse.Namespace, checkpoint: Path, folder: Path, clock: Clock) -> list[Contestant]:
     found: list[Contestant] = []
     if args.llama is not None:
-        found += [Llama(args.llama, checkpoint.name, TYPES[dtype], args.threads) for dtype in args.weights]
+        types = dict.fromkeys(WEIGHTS[dtype][0] for dtype in args.weights)
+        found += [Llama(args.llama, checkpoint.name, dtype, args.threads) for dtype in types]
     if not args.no_transformers:
         found.append(Transformers(checkpoint))
     for dtype in args.weights:
@@ -201,7 +210,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--llama", type=Path, help="the folder of llama.cpp")
     parser.add_argument("--models", default="qwen3.5-code,nemotron-h-code")
-    parser.add_argument("--weights", default="fp32,bf16", help=f"some of {','.join(TYPES)}")
+    parser.add_argument("--weights", default="fp32,bf16", help=f"some of {','.join(WEIGHTS)}")
     parser.add_argument("--counts", default="1,8", help="requests at a time")
     parser.add_argument("--drafts", default="none,mtp,ngram")
     parser.add_argument("--threads", type=int, default=2)
@@ -210,8 +219,8 @@ def main() -> None:
     parser.add_argument("--no-transformers", action="store_true")
     args = parser.parse_args()
     args.weights = args.weights.split(",")
-    if unknown := set(args.weights) - TYPES.keys():
-        parser.error(f"--weights: {', '.join(sorted(unknown))} is none of {', '.join(TYPES)}")
+    if unknown := set(args.weights) - WEIGHTS.keys():
+        parser.error(f"--weights: {', '.join(sorted(unknown))} is none of {', '.join(WEIGHTS)}")
     torch.set_num_threads(args.threads)
     clock = Clock()
     with tempfile.TemporaryDirectory() as temporary:
