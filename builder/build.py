@@ -70,6 +70,7 @@ def build(path: Path, engine_dir: Path, options: Options, report: Report = silen
             kv_dtype=options.kv_dtype,
             draft_vocab=options.draft_vocab,
             draft_head=options.draft_head,
+            quantize_head=options.quantize_head,
             tells_best=_launches(target, arch.device),
             cut=Cut(options.tp, rank),
             num_segments=num_segments,

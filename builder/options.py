@@ -71,6 +71,9 @@ class Options(Strict):
         default=None,
         description="round weights of dense layers and experts, but not of heads and routers, to 8 or 4 bits",
     )
+    quantize_head: Literal["fp8", "int8", "int4"] | None = Field(
+        default=None, description="round the output head, too, to 8 or 4 bits; tokens and logits change"
+    )
     act_dtype: Literal["auto", "fp8", "bf16"] = Field(
         default="auto",
         description="inputs of FP8 layers: auto and bf16 leave them as wide as the engine computes; fp8 makes"

@@ -27,6 +27,9 @@ def refuse_options(options: Options, target: targets.Target, archs: Sequence[str
             f"--draft-head {options.draft_head} is not supported by --target {target.name}, only by torch"
         )
         raise Refused("unsupported", "draft_head", message=message, way_out="leave one of them out")
+    if options.quantize_head is not None and not target.takes_codes:
+        message = f"--quantize-head {options.quantize_head} is not supported by --target {target.name}"
+        raise Refused("unsupported", "quantize_head", message=message, way_out="leave one of them out")
     _refuse_narrow_inputs(options, target, archs)
     _refuse_ranks(options, target, archs)
     if ARCHS[archs[0]].device == "cuda":
@@ -64,8 +67,9 @@ def _refuse_quantised(
     """Where nothing multiplies quantised weights; and a config that declares what no tensor is."""
     declared, where = checkpoint.declared, checkpoint.config.where
     head = model.draft.own_head if model.draft else None
-    ours = head.weight if head and options.draft_head else None  # what --draft-head has rounded
-    layouts = (lazy.layout for weight, lazy in model.sources.items() if weight is not ours)
+    ours = {head.weight} if head and options.draft_head else set()  # heads that options have rounded
+    ours |= {model.trunk.head.weight} if options.quantize_head else set()
+    layouts = (lazy.layout for weight, lazy in model.sources.items() if weight not in ours)
     kinds = sorted({str(layout.kind) for layout in layouts if layout})
     if declared is None and not kinds:
         return
@@ -179,7 +183,7 @@ def _refuse_draft_head(model: models.Model, drafts: str, options: Options) -> No
         message = f"--draft-head {asked} is about an MTP head, but drafts are {drafts}"
         raise Refused("conflict", "draft_head", message=message, way_out="leave it out")
     if asked is not None and layout is not None:
-        message = f"--draft-head {asked}: the checkpoint's output head is quantised already ({layout})"
+        message = f"--draft-head {asked}: the output head is quantised already ({layout})"
         raise Refused("conflict", "draft_head", message=message, way_out="leave it out")
 
 

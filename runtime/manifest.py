@@ -42,7 +42,7 @@ from hemiola.runtime.manifest_parts import (
 )
 from hemiola.runtime.options import KvDtype
 
-FORMAT = 11
+FORMAT = 12
 FILE = "manifest.json"
 NARROW = {"float8_e4m3fn", "uint8"}  # dtypes of pages alone
 Target = Literal["torch", "onnxruntime", "tensorrt-rtx", "tensorrt"]

@@ -13,7 +13,7 @@ from hemiola.builder.cut import WHOLE, Cut
 from hemiola.builder.lazy import Lazy
 from hemiola.builder.models import nemotron_h, qwen
 from hemiola.builder.models.layers import Kit
-from hemiola.builder.models.segments import Draft, Trunk
+from hemiola.builder.models.segments import Draft, Parts, Trunk
 from hemiola.plugins.attention.pages import FORMATS
 from hemiola.runtime.errors import Refused, shown
 
@@ -74,6 +74,7 @@ def load(
     kv_dtype: str = "auto",
     draft_vocab: int | None = None,
     draft_head: str | None = None,
+    quantize_head: str | None = None,
     tells_best: bool = False,
     cut: Cut = WHOLE,
     num_segments: int = 1,
@@ -81,17 +82,30 @@ def load(
     """Refuses what it cannot compute before any weight is read. `max_len`: tokens of the longest request;
     `kv_dtype`: of pages, a name of plugins/attention/pages.py; `draft_vocab`: rows of the output
     head that an MTP head chooses from, if not all; `draft_head`: the codes in which it reads them, if any;
-    `tells_best`: segments compute the best token of a line,
-    too, which takes no logits; `cut`: whose part of the weights, where several ranks run the model;
-    `num_segments`: cut.py."""
+    `quantize_head`: the codes of the output head, if any; `tells_best`: segments compute the best token
+    of a line, too, which takes no logits; `cut`: whose part of the weights, where several ranks run the
+    model; `num_segments`: cut.py."""
     refuse_unknown(checkpoint)
     architecture = checkpoint.architecture
     pages = FORMATS[kv_dtype]
     kit = Kit(checkpoint, ops, chunk_len, max_len, dtype, pages, tells_best, cut, num_segments)
     parts = FAMILIES[architecture].load(kit)
+    if quantize_head is not None:
+        _round_head(kit, parts, quantize_head)
     if parts.draft is not None and (draft_vocab is not None or draft_head is not None):
         parts.draft.choose_by(parts.trunk.head.smaller(kit, draft_vocab, draft_head))
     return Model(architecture, parts.config, parts.layers, parts.trunk, parts.draft, kit.sources)
+
+
+def _round_head(kit: Kit, parts: Parts, codes: str) -> None:
+    """Embeddings that are tied to it stay as they are."""
+    layout = kit.sources[parts.trunk.head.weight].layout
+    if layout is not None:
+        message = f"--quantize-head {codes}: the checkpoint's output head is quantised already ({layout})"
+        raise Refused("conflict", "quantize_head", message=message, way_out="leave it out")
+    parts.trunk.head = parts.trunk.head.smaller(kit, None, codes)
+    if parts.draft is not None:
+        parts.draft.head = parts.trunk.head
 
 
 def refuse_unknown(checkpoint: Checkpoint) -> None:

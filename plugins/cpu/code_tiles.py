@@ -2,7 +2,8 @@
 sums; for more, strips are widened in memory first.
 
 A number is (code - zero point) * scale, rounded, as in groups.py, and sums are the chains of tiles.py, so
-bits are those of the widened weight.
+bits are those of the widened weight. What a product takes bounds one row of a matrix in a cache
+(docs/notes/cpu.md): where no zero points are, none are subtracted, and 16 lanes look numbers up.
 """
 
 from collections.abc import Callable
@@ -12,13 +13,15 @@ from llvmlite import ir
 from numba.core import cgutils, types
 
 from hemiola.plugins.cpu.e4m3 import widened
-from hemiola.plugins.cpu.registers import CPU
+from hemiola.plugins.cpu.registers import CPU, REGISTERS
 from hemiola.plugins.cpu.simd import F32, INTS, LANES, LONG, VECTOR, intrinsic, place
-from hemiola.plugins.cpu.tiles import ABREAST, AHEAD, DEPTH, FEW, NEAREST, READ, STRIP
+from hemiola.plugins.cpu.tiles import ABREAST, AHEAD, DEPTH, FEW, LINE, NEAREST, READ, STRIP
+from hemiola.plugins.groups import E2M1
 
 BYTE, SHORTS = ir.IntType(8), ir.VectorType(ir.IntType(16), LANES)
 BYTES, HALVES = ir.VectorType(BYTE, LANES), ir.VectorType(ir.HalfType(), LANES)
 CONVERTS = CPU[0].startswith(("aarch64", "arm64")) or "+f16c" in CPU[2]  # numbers of 16 bits, by itself
+LOOKS_UP = REGISTERS.lanes == LANES  # a register holds the numbers of all codes of 4 bits
 # Rows and strips.
 SHAPES = [(rows, n) for rows, most in enumerate(ABREAST, 1) for n in sorted({1, most})]
 SHAPES += [(rows, 1) for rows in range(len(ABREAST) + 1, FEW + 1)]
@@ -41,7 +44,6 @@ class Codes(NamedTuple):
 
     bytes_of_input: int  # of a strip
     unit: float  # numbers are in units of it: what a scale is multiplied with
-    middle: float  # the zero point where there is no other
     has_zeros: bool
     load: Any  # builder, address -> two vectors, in units
 
@@ -71,13 +73,31 @@ def _load_int8(b: Any, address: Any) -> list[Any]:
     return [b.sitofp(b.sext(_raw(b, address, n), INTS), VECTOR) for n in (0, 1)]
 
 
+def _looked_up(b: Any, codes: Any, numbers: list[float]) -> Any:
+    """The number of the lower four bits of each."""
+    kind = ir.FunctionType(VECTOR, [VECTOR, INTS])
+    function = cgutils.get_or_insert_function(b.module, kind, "llvm.x86.avx512.permvar.sf.512")
+    return b.call(function, [ir.Constant(VECTOR, numbers), codes])
+
+
 def _load_int4(b: Any, address: Any) -> list[Any]:
-    pairs = b.zext(_raw(b, address, 0), INTS)
-    return [b.sitofp(code, VECTOR) for code in (b.and_(pairs, _ints(15)), b.lshr(pairs, _ints(4)))]
+    """Of the two in a byte the upper one brings its sign along."""
+    pairs = b.sext(_raw(b, address, 0), INTS)
+    low = b.ashr(b.shl(pairs, _ints(28)), _ints(28))
+    return [b.sitofp(code, VECTOR) for code in (low, b.ashr(pairs, _ints(4)))]
+
+
+def _look_up_int4(b: Any, address: Any) -> list[Any]:
+    pairs = b.sext(_raw(b, address, 0), INTS)
+    low = _looked_up(b, pairs, [float(code) for code in (*range(8), *range(-8, 0))])
+    return [low, b.sitofp(b.ashr(pairs, _ints(4)), VECTOR)]
 
 
 def _load_e2m1(b: Any, address: Any) -> list[Any]:
     """A sign, two bits of exponent, one of mantissa; an exponent of 0 is read as 1 more than it is."""
+    if LOOKS_UP:
+        pairs, numbers = b.zext(_raw(b, address, 0), INTS), [*E2M1, *(-x for x in E2M1)]
+        return [_looked_up(b, codes, numbers) for codes in (pairs, b.lshr(pairs, _ints(4)))]
     if CONVERTS:  # the bits of a number of 16 bits that is smaller by 2^14
         pairs = b.zext(_raw(b, address, 0), SHORTS)
         return [_half(b, pairs), _half(b, b.lshr(pairs, _shorts(4)))]
@@ -92,14 +112,17 @@ def _load_e2m1(b: Any, address: Any) -> list[Any]:
     return found
 
 
-E4M3_CODES = Codes(STRIP, 2.0**8 if CONVERTS else 1.0, 0.0, False, _load_e4m3)
-INT8_CODES = Codes(STRIP, 1.0, 0.0, True, _load_int8)
-INT4_CODES = Codes(LANES, 1.0, 8.0, True, _load_int4)
-E2M1_CODES = Codes(LANES, 2.0**14 if CONVERTS else 1.0, 0.0, False, _load_e2m1)
+E4M3_CODES = Codes(STRIP, 2.0**8 if CONVERTS else 1.0, False, _load_e4m3)
+INT8_CODES = Codes(STRIP, 1.0, False, _load_int8)
+INT4_CODES = Codes(LANES, 1.0, False, _look_up_int4 if LOOKS_UP else _load_int4)
+INT8_WITH_ZEROS = INT8_CODES._replace(has_zeros=True)
+# 12 rows of sums and a table are more than 32 registers
+INT4_WITH_ZEROS = Codes(LANES, 1.0, True, _load_int4)
+E2M1_CODES = Codes(LANES, 2.0**14 if CONVERTS and not LOOKS_UP else 1.0, False, _load_e2m1)
 
 
 class _Strips(NamedTuple):
-    """Strips side by side: addresses of the first one's codes, scales and zero points (or 0)."""
+    """Strips side by side: addresses of the first one's codes, scales and zero points, if there are any."""
 
     builder: Any
     kind: Codes
@@ -109,50 +132,64 @@ class _Strips(NamedTuple):
     strip_bytes: Any
     span: Any
     count: Any
+    codes_soon: Any  # of the next strips, which are fetched while these are used
+    scales_soon: Any
 
     def each(self, strips: int, use: Callable[[Any, list[Any]], None]) -> None:
         """use(k, the weights of input k), for every input; scales are loaded once for a span."""
         b, kind = self.builder, self.kind
         num_spans = b.sdiv(b.add(self.count, b.sub(self.span, LONG(1))), self.span)
+        beyond = b.sub(self.codes_soon, b.mul(self.count, LONG(kind.bytes_of_input)))
         with cgutils.for_range(b, num_spans) as spans:
             begin = b.mul(spans.index, self.span)
             rest = b.sub(self.count, begin)
             size = b.select(b.icmp_signed("<", rest, self.span), rest, self.span)
-            scales, zeros = self._scales(strips, b.mul(spans.index, LONG(4 * STRIP)))
+            scales_at = b.mul(spans.index, LONG(4 * STRIP))
+            scales, zeros = self._scales(strips, scales_at)
+            self._fetch_scales(strips, scales_at)
             with cgutils.for_range(b, size) as loop:
                 k = b.add(begin, loop.index)
-                weights = []
+                at, weights = b.mul(k, LONG(kind.bytes_of_input)), []
+                later = b.add(k, LONG(AHEAD // kind.bytes_of_input))
+                start = b.select(b.icmp_signed("<", later, self.count), self.codes, beyond)
                 for strip in range(strips):
-                    address = b.add(self.codes, b.mul(self.strip_bytes, LONG(strip)))
-                    address = b.add(address, b.mul(k, LONG(kind.bytes_of_input)))
-                    self._fetch(address)
-                    weights += kind.load(b, address)
+                    own = b.add(at, b.mul(self.strip_bytes, LONG(strip)))
+                    self._fetch(b.add(b.add(start, own), LONG(AHEAD)))
+                    weights += kind.load(b, b.add(self.codes, own))
                 if kind.has_zeros:
                     weights = [b.fsub(weight, zero) for weight, zero in zip(weights, zeros, strict=True)]
                 use(k, [b.fmul(weight, scale) for weight, scale in zip(weights, scales, strict=True)])
 
     def _scales(self, strips: int, offset: Any) -> tuple[list[Any], list[Any]]:
-        """And what codes lie above: zero points, or the middle of all codes."""
+        """And zero points."""
         b, kind = self.builder, self.kind
-        absent = b.icmp_signed("==", self.zeros, LONG(0))
         scales, zeros = [], []
         for n in range(2 * strips):
             at = b.add(offset, b.mul(self.strip_bytes, LONG(n // 2)))
             scale = b.load(place(b, b.add(self.scales, at), LONG(n % 2 * LANES), VECTOR), align=4)
             scales.append(b.fmul(scale, _floats(kind.unit)) if kind.unit != 1 else scale)
             if kind.has_zeros:
-                start = b.add(b.select(absent, self.scales, self.zeros), at)
-                zero = b.load(place(b, start, LONG(n % 2 * LANES), VECTOR), align=4)
-                zeros.append(b.select(absent, _floats(kind.middle), zero))
+                zeros.append(b.load(place(b, b.add(self.zeros, at), LONG(n % 2 * LANES), VECTOR), align=4))
         return scales, zeros
 
+    def _fetch_scales(self, strips: int, offset: Any) -> None:
+        """Of the next strips: nothing else brings what a span begins with."""
+        b = self.builder
+        starts = [self.scales_soon]
+        if self.kind.has_zeros:
+            starts.append(b.add(self.scales_soon, b.sub(self.zeros, self.scales)))
+        for start in starts:
+            for strip in range(strips):
+                at = b.add(b.add(start, offset), b.mul(self.strip_bytes, LONG(strip)))
+                for byte in range(0, 4 * STRIP, LINE):
+                    self._fetch(b.add(at, LONG(byte)))
+
     def _fetch(self, address: Any) -> None:
-        """What is wanted soon: behind a part of a strip lies its next part."""
+        """What is wanted soon."""
         b, pointer, number = self.builder, BYTE.as_pointer(), ir.IntType(32)
         kinds = ir.FunctionType(ir.VoidType(), [pointer, number, number, number])
         function = cgutils.get_or_insert_function(b.module, kinds, "llvm.prefetch.p0")
-        there = b.inttoptr(b.add(address, LONG(AHEAD)), pointer)
-        b.call(function, [there, number(READ), number(NEAREST), number(1)])
+        b.call(function, [b.inttoptr(address, pointer), number(READ), number(NEAREST), number(1)])
 
 
 class _Tile(NamedTuple):
@@ -205,7 +242,7 @@ def _tile_of(kind: Codes) -> Any:
         rows: Any,
         strips: Any,
         x: Any,  # address of the first row's first number; rows lie DEPTH numbers apart
-        codes: Any,  # addresses of the first strip's first codes, scales and zero points, or 0
+        codes: Any,  # addresses of the first strip's first codes, scales and zero points, if there are any
         scales: Any,
         zeros: Any,
         strip_bytes: Any,  # from strip to strip
@@ -214,12 +251,14 @@ def _tile_of(kind: Codes) -> Any:
         y: Any,  # address of the first row's first sum
         y_len: Any,  # numbers from row to row
         going_on: Any,  # whether y has sums already
+        codes_soon: Any,  # addresses of the codes and scales of the next strips
+        scales_soon: Any,
     ) -> Any:
         """y[rows, 32 * strips] = or += x times weight, for one of SHAPES; nothing for others."""
 
         def build(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-            rows, strips, x, codes, scales, zeros, strip_bytes, span, count, y, y_len, going_on = args
-            weights = _Strips(builder, kind, codes, scales, zeros, strip_bytes, span, count)
+            rows, strips, x, codes, scales, zeros, strip_bytes, span, count, y, y_len, going_on, *soon = args
+            weights = _Strips(builder, kind, codes, scales, zeros, strip_bytes, span, count, *soon)
             shape = builder.add(builder.shl(strips, LONG(8)), rows)
             end = builder.append_basic_block("end")
             switch = builder.switch(shape, end)
@@ -232,27 +271,37 @@ def _tile_of(kind: Codes) -> Any:
             builder.position_at_end(end)
             return context.get_dummy_value()
 
-        return types.void(*[types.int64] * 12), build
+        return types.void(*[types.int64] * 14), build
 
     return intrinsic(tile)
 
 
 def _widen_of(kind: Codes) -> Any:
-    def widen(typing: Any, codes: Any, scales: Any, zeros: Any, span: Any, count: Any, target: Any) -> Any:
+    def widen(
+        typing: Any,
+        codes: Any,
+        scales: Any,
+        zeros: Any,
+        span: Any,
+        count: Any,
+        target: Any,
+        codes_soon: Any,
+        scales_soon: Any,
+    ) -> Any:
         """The weights of a strip for `count` inputs become fp32 at `target`."""
 
         def build(context: Any, b: Any, signature: Any, args: Any) -> Any:
-            codes, scales, zeros, span, count, target = args
+            codes, scales, zeros, span, count, target, *soon = args
 
             def put(k: Any, weights: list[Any]) -> None:
                 for n, weight in enumerate(weights):
                     at = b.add(b.mul(k, LONG(STRIP)), LONG(n * LANES))
                     b.store(weight, place(b, target, at, VECTOR), align=4)
 
-            _Strips(b, kind, codes, scales, zeros, LONG(0), span, count).each(1, put)
+            _Strips(b, kind, codes, scales, zeros, LONG(0), span, count, *soon).each(1, put)
             return context.get_dummy_value()
 
-        return types.void(*[types.int64] * 6), build
+        return types.void(*[types.int64] * 8), build
 
     return intrinsic(widen)
 
@@ -261,7 +310,11 @@ tile_of_e4m3 = _tile_of(E4M3_CODES)
 tile_of_int8 = _tile_of(INT8_CODES)
 tile_of_int4 = _tile_of(INT4_CODES)
 tile_of_e2m1 = _tile_of(E2M1_CODES)
+tile_of_int8_with_zeros = _tile_of(INT8_WITH_ZEROS)
+tile_of_int4_with_zeros = _tile_of(INT4_WITH_ZEROS)
 widen_e4m3 = _widen_of(E4M3_CODES)
 widen_int8 = _widen_of(INT8_CODES)
 widen_int4 = _widen_of(INT4_CODES)
 widen_e2m1 = _widen_of(E2M1_CODES)
+widen_int8_with_zeros = _widen_of(INT8_WITH_ZEROS)
+widen_int4_with_zeros = _widen_of(INT4_WITH_ZEROS)

@@ -1,7 +1,8 @@
 """Quantised weights for the compiled dense layer: how they are packed, and how they become fp32 numbers.
 
 The strip of STRIP outputs is a row of bytes: its codes input by input (two of 4 bits in a byte: outputs j and
-16 + j), then a scale of fp32 for each output and span of inputs, then zero points likewise, if there are any.
+16 + j; those of int4 have a sign), then a scale of fp32 for each output and span of inputs, then zero points
+likewise, if there are any.
 A weight is widened to the very numbers of `groups.dequantised`, so that sums are those of the fp32 weight.
 
 Where inputs are e4m3, too (plugins/inputs.py), codes are widened by themselves: behind them are STRIP ones as
@@ -16,11 +17,15 @@ from hemiola.plugins.cpu.code_tiles import (
     tile_of_e2m1,
     tile_of_e4m3,
     tile_of_int4,
+    tile_of_int4_with_zeros,
     tile_of_int8,
+    tile_of_int8_with_zeros,
     widen_e2m1,
     widen_e4m3,
     widen_int4,
+    widen_int4_with_zeros,
     widen_int8,
+    widen_int8_with_zeros,
 )
 from hemiola.plugins.cpu.jit import helper
 from hemiola.plugins.cpu.simd import LANES
@@ -29,7 +34,6 @@ from hemiola.plugins.groups import Layout, WeightGroup, factors
 
 FLOATS, HALVES, IN_E4M3, IN_INT8, IN_INT4, IN_E2M1 = range(6)  # what a packed weight consists of
 KINDS = {"e4m3": IN_E4M3, "int8": IN_INT8, "int4": IN_INT4, "e2m1": IN_E2M1}
-MIDDLE = {"int4": 8}  # what codes lie above when they are packed: 0 to 15
 
 
 def packed_span(layout: Layout) -> int:
@@ -63,14 +67,11 @@ def pack_group(group: WeightGroup) -> torch.Tensor:
         return values.index_select(-1, places.to(values.device))
 
     codes = _strips(group.tensors["codes"].view(torch.uint8))
-    if layout.kind in MIDDLE:
-        codes = codes + MIDDLE[layout.kind]  # of int8, as uint8
     if layout.kind in ("int4", "e2m1"):
-        codes = codes[..., :LANES] | codes[..., LANES:] << 4
+        codes = codes[..., :LANES] & 15 | codes[..., LANES:] << 4
     parts = [codes, _strips(each_span(factors(group)))]
     if "zeros" in group.tensors:
-        zeros = group.tensors["zeros"].float() + MIDDLE.get(layout.kind, 0)
-        parts.append(_strips(each_span(zeros)))
+        parts.append(_strips(each_span(group.tensors["zeros"].float())))
     return torch.cat([part.contiguous().flatten(-2).view(torch.uint8) for part in parts], -1)
 
 
@@ -93,38 +94,57 @@ def _strips(tensor: torch.Tensor) -> torch.Tensor:
 
 @helper
 def narrow_tile(
-    kind, num_rows, strips, panel, codes, scales, zeros, strip_bytes, span, count, y, y_len, going_on
-):
+    kind, num_rows, strips, panel, codes, scales, zeros, strip_bytes, span, count, y, y_len, going_on,
+    codes_soon, scales_soon
+):  # fmt: skip
     """Few rows times strips side by side; codes are widened in registers."""
     if kind == IN_E4M3:
         tile_of_e4m3(
-            num_rows, strips, panel, codes, scales, zeros, strip_bytes, span, count, y, y_len, going_on
-        )
-    elif kind == IN_INT8:
+            num_rows, strips, panel, codes, scales, zeros, strip_bytes, span, count, y, y_len, going_on,
+            codes_soon, scales_soon
+        )  # fmt: skip
+    elif kind == IN_INT8 and zeros == 0:
         tile_of_int8(
-            num_rows, strips, panel, codes, scales, zeros, strip_bytes, span, count, y, y_len, going_on
-        )
-    elif kind == IN_INT4:
+            num_rows, strips, panel, codes, scales, zeros, strip_bytes, span, count, y, y_len, going_on,
+            codes_soon, scales_soon
+        )  # fmt: skip
+    elif kind == IN_INT8:
+        tile_of_int8_with_zeros(
+            num_rows, strips, panel, codes, scales, zeros, strip_bytes, span, count, y, y_len, going_on,
+            codes_soon, scales_soon
+        )  # fmt: skip
+    elif kind == IN_INT4 and zeros == 0:
         tile_of_int4(
-            num_rows, strips, panel, codes, scales, zeros, strip_bytes, span, count, y, y_len, going_on
-        )
+            num_rows, strips, panel, codes, scales, zeros, strip_bytes, span, count, y, y_len, going_on,
+            codes_soon, scales_soon
+        )  # fmt: skip
+    elif kind == IN_INT4:
+        tile_of_int4_with_zeros(
+            num_rows, strips, panel, codes, scales, zeros, strip_bytes, span, count, y, y_len, going_on,
+            codes_soon, scales_soon
+        )  # fmt: skip
     else:
         tile_of_e2m1(
-            num_rows, strips, panel, codes, scales, zeros, strip_bytes, span, count, y, y_len, going_on
-        )
+            num_rows, strips, panel, codes, scales, zeros, strip_bytes, span, count, y, y_len, going_on,
+            codes_soon, scales_soon
+        )  # fmt: skip
 
 
 @helper
-def widen_codes(kind, codes, scales, zeros, span, count, target):
+def widen_codes(kind, codes, scales, zeros, span, count, target, codes_soon, scales_soon):
     """The weights of a strip for `count` inputs become fp32 at `target`."""
     if kind == IN_E4M3:
-        widen_e4m3(codes, scales, zeros, span, count, target)
+        widen_e4m3(codes, scales, zeros, span, count, target, codes_soon, scales_soon)
+    elif kind == IN_INT8 and zeros == 0:
+        widen_int8(codes, scales, zeros, span, count, target, codes_soon, scales_soon)
     elif kind == IN_INT8:
-        widen_int8(codes, scales, zeros, span, count, target)
+        widen_int8_with_zeros(codes, scales, zeros, span, count, target, codes_soon, scales_soon)
+    elif kind == IN_INT4 and zeros == 0:
+        widen_int4(codes, scales, zeros, span, count, target, codes_soon, scales_soon)
     elif kind == IN_INT4:
-        widen_int4(codes, scales, zeros, span, count, target)
+        widen_int4_with_zeros(codes, scales, zeros, span, count, target, codes_soon, scales_soon)
     else:
-        widen_e2m1(codes, scales, zeros, span, count, target)
+        widen_e2m1(codes, scales, zeros, span, count, target, codes_soon, scales_soon)
 
 
 @helper

@@ -201,9 +201,14 @@ def _stretch(
             out, out_len = beyond, STRIP
         if kind > HALVES:
             codes, scales, zeros = places(kind, matrix + strip * strip_bytes, num_inputs, span, has_zeros, at)
+            ahead, behind = abreast, 0  # the next strips, or the first ones' next stretch
+            if strip + abreast >= end:
+                ahead, behind = begin - strip, DEPTH
+            next_ = matrix + (strip + ahead) * strip_bytes
+            codes_soon, scales_soon, _ = places(kind, next_, num_inputs, span, has_zeros, at + behind)
             coded_tiles(
                 scratch, num_rows, kind, codes, scales, zeros, strip_bytes, span, abreast, count, at, room,
-                out, out_len
+                out, out_len, codes_soon, scales_soon
             )  # fmt: skip
             strip += abreast
             continue
@@ -219,15 +224,17 @@ def _stretch(
 
 @helper
 def coded_tiles(
-    panel, num_rows, kind, codes, scales, zeros, strip_bytes, span, abreast, count, going_on, room, y, y_len
-):
+    panel, num_rows, kind, codes, scales, zeros, strip_bytes, span, abreast, count, going_on, room, y, y_len,
+    codes_soon, scales_soon
+):  # fmt: skip
     """As _tiles, of quantised strips: few rows widen them on their way, others in `room`."""
     if num_rows <= FEW:
         narrow_tile(
-            kind, num_rows, abreast, panel, codes, scales, zeros, strip_bytes, span, count, y, y_len, going_on
-        )
+            kind, num_rows, abreast, panel, codes, scales, zeros, strip_bytes, span, count, y, y_len,
+            going_on, codes_soon, scales_soon
+        )  # fmt: skip
         return
-    widen_codes(kind, codes, scales, zeros, span, count, room)
+    widen_codes(kind, codes, scales, zeros, span, count, room, codes_soon, scales_soon)
     _tiles(panel, num_rows, room, 0, DEPTH * STRIP, 1, count, room, y, y_len, going_on, room)
 
 

@@ -196,9 +196,12 @@ def _stretch(
     while strip < end:
         abreast = most if strip + most <= full else 1
         codes = matrix + strip * strip_bytes
+        next_, behind = codes + abreast * strip_bytes, at  # the next strips, or the first ones' next SPAN
+        if strip + abreast >= end:
+            next_, behind = matrix + begin * strip_bytes, at + SPAN
         coded_tiles(
             scratch, num_rows, IN_E4M3, codes + at * STRIP, codes + ones, 0, strip_bytes, DEPTH, abreast,
-            count, 0, room, sums, abreast * STRIP
+            count, 0, room, sums, abreast * STRIP, next_ + behind * STRIP, next_ + ones
         )  # fmt: skip
         for n in range(abreast):
             by = codes + n * strip_bytes + ones + 4 * STRIP * (1 + place)

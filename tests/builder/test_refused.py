@@ -26,6 +26,9 @@ ROWS = [  # checkpoint (conftest.py), options, code, field
     ("qwen3_5", INT4_HEAD | {"drafts": "none"}, "conflict", "draft_head"),
     ("qwen3_5", INT4_HEAD | ONNX, "unsupported", "draft_head"),
     ("modelopt_mixed+qwen3_5", INT4_HEAD, "conflict", "draft_head"),  # its head is quantised already
+    ("qwen3_5", INT4_HEAD | {"quantize_head": "int8"}, "conflict", "draft_head"),
+    ("qwen3_5", {"quantize_head": "int8"} | ONNX, "unsupported", "quantize_head"),
+    ("modelopt_mixed+qwen3_5", {"quantize_head": "int8"}, "conflict", "quantize_head"),
     ("qwen3_5", FP8_INPUTS, "conflict", "act_dtype"),  # no weight's inputs are FP8
     ("qwen3_5", FP8_INPUTS | {"quantize": "int8"}, "conflict", "act_dtype"),
     ("qwen3_5", FP8_INPUTS | {"arch": "sm_86,sm_90"}, "unsupported", "act_dtype"),

@@ -167,7 +167,7 @@ def qwen3_5_moe() -> tuple[dict, Tensors]:
         Qwen3_5MoeForConditionalGeneration, Qwen3_5MoeConfig(text_config=text, vision_config=VISION)
     )
     config["text_config"] |= {"mtp_num_hidden_layers": 1}
-    return config, _fused_experts(tensors | qwen_mtp(tensors, "model.language_model.layers.2."))
+    return config, fused_experts(tensors | qwen_mtp(tensors, "model.language_model.layers.2."))
 
 
 def qwen3_5_moe_experts() -> tuple[dict, Tensors]:
@@ -351,7 +351,7 @@ def qwen_mtp(tensors: Tensors, attention: str) -> Tensors:
     return head | _copied(tensors, attention, "mtp.layers.0.")
 
 
-def _fused_experts(tensors: Tensors) -> Tensors:
+def fused_experts(tensors: Tensors) -> Tensors:
     """Per-expert tensors become `experts.gate_up_proj` [E, 2I, F] and `experts.down_proj` [E, F, I]."""
     fused = {name: tensor for name, tensor in tensors.items() if ".mlp.experts." not in name}
     prefixes = {name.split("experts.")[0] + "experts." for name in tensors if ".mlp.experts." in name}

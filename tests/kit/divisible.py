@@ -10,7 +10,7 @@ from kit.checkpoints import (
     VISION,
     VOCAB,
     Tensors,
-    _fused_experts,
+    fused_experts,
     nemotron_mtp,
     qwen_mtp,
     saved,
@@ -48,7 +48,7 @@ def qwen3_5_moe_divisible() -> tuple[dict, Tensors]:
     made = Qwen3_5MoeConfig(text_config=QWEN | MOE | SIZES, vision_config=VISION)
     config, tensors = saved(Qwen3_5MoeForConditionalGeneration, made)
     config["text_config"] |= {"mtp_num_hidden_layers": 1}
-    return config, _fused_experts(tensors | qwen_mtp(tensors, "model.language_model.layers.2."))
+    return config, fused_experts(tensors | qwen_mtp(tensors, "model.language_model.layers.2."))
 
 
 def qwen3_5_divisible() -> tuple[dict, Tensors]:

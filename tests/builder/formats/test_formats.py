@@ -8,8 +8,10 @@ from typing import Any
 import pytest
 import torch
 from kit import quantised
+from kit.checkpoints import fused_experts
 from kit.ops import same_bits
-from kit.quantised import RECIPES, Written
+from kit.quantised import MIXED_LAYERS, NEVER, RECIPES, Recipe, Tensors, Written
+from safetensors.torch import load_file, save_file
 
 from hemiola.builder import models
 from hemiola.builder.checkpoint import Checkpoint
@@ -39,6 +41,57 @@ WRITERS: dict[str, tuple[quantised.Writer, dict[str, Any]]] = {
     "gptq g16 v2 8 bits": (quantised.gptq(8, 16, False, 2), RECIPES["gptq_v2"].config),
     "auto-round": (quantised.gptq(4, 32, ordered=False), RECIPES["auto_round"].config),
     "awq": (quantised.awq(32), RECIPES["awq"].config),
+}
+
+
+def as_it_is(tensors: Tensors) -> Tensors:
+    return tensors
+
+
+def stack_mtp(tensors: Tensors) -> Tensors:
+    """The experts of the MTP head lie in one tensor, those of the trunk do not."""
+    mtp = {name: tensor for name, tensor in tensors.items() if name.startswith("mtp.")}
+    return {name: tensor for name, tensor in tensors.items() if name not in mtp} | fused_experts(mtp)
+
+
+def scale_pages(tensors: Tensors) -> Tensors:
+    scales = {"k_proj.k_scale": torch.tensor(0.5), "v_proj.v_scale": torch.tensor(0.25)}
+    return tensors | {f"backbone.layers.2.mixer.{name}": scale for name, scale in scales.items()}
+
+
+def modelopt(algorithm: str, *rules: tuple[str, quantised.Writer | None]) -> Recipe:
+    """With pages in FP8, as NVIDIA's releases say; the first rule that fits decides."""
+    pages = {"kv_cache_scheme": {"num_bits": 8, "type": "float", "dynamic": False}}
+    beside = {"quant_algo": algorithm, "kv_cache_quant_algo": "FP8"}
+    if algorithm == "MIXED_PRECISION":
+        beside["quantized_layers"] = MIXED_LAYERS
+    own = {"quant_method": "modelopt", "quant_algo": algorithm}
+    return Recipe(own | pages, (NEVER, *rules), {"quantization": beside})
+
+
+NVFP4, FP8 = quantised.nvfp4_modelopt, quantised.fp8_tensor
+RELEASES: dict[str, tuple[str, Recipe, Callable[[Tensors], Tensors]]] = {
+    "Qwen3.6-35B-A3B mixed": ("qwen3_5_moe_experts", RECIPES["modelopt_mixed"], stack_mtp),
+    "Qwen3.5-122B": (
+        "qwen3_5_moe_experts",
+        modelopt("NVFP4", ("mtp", None), (r"\.experts", NVFP4)),
+        as_it_is,
+    ),
+    "Nemotron-3-Nano": (  # a Mamba layer before attention stays
+        "nemotron_h_moe",
+        modelopt("NVFP4", (r"mtp|layers\.0", None), (r"expert|(in|out)_proj", NVFP4)),
+        as_it_is,
+    ),
+    "Nemotron-3-Super mixed": (  # in_proj and out_proj of one layer differ; scales for keys and values
+        "nemotron_h_moe",
+        modelopt(
+            "MIXED_PRECISION",
+            (r"mtp|layers\.[03].*out_proj", None),
+            (r"expert", NVFP4),
+            (r"(in|out|o)_proj|layers\.1.*fc", FP8),
+        ),
+        scale_pages,
+    ),
 }
 
 
@@ -80,13 +133,26 @@ def test_a_family_finds_the_numbers_of_the_twin(
     assert same_bits(numbers(ours), numbers(theirs))
 
 
+@pytest.mark.parametrize("release", RELEASES)
+def test_a_release_is_read_as_its_maker_mixed_it(release: str, tiny_checkpoint: Get, tmp_path: Path) -> None:
+    family, recipe, change = RELEASES[release]
+    copies = quantised.quantise(tiny_checkpoint(family), tmp_path, recipe)
+    for copy in (copies.quantised, copies.twin):
+        path = copy / "model.safetensors"
+        save_file(change(load_file(path)), path)
+    ours, theirs = (loaded(copy, "fp8") for copy in (copies.quantised, copies.twin))
+    kinds = {lazy.layout.kind if lazy.layout else "plain" for lazy in ours.values()}
+    assert kinds == ({"plain", "e2m1", "e4m3"} if "mixed" in release else {"plain", "e2m1"})
+    assert same_bits(numbers(ours), numbers(theirs))
+
+
 def numbers(weights: dict[str, Lazy]) -> torch.Tensor:
     """All of them behind each other, which does not depend on how rows are cut into weights."""
     return torch.cat([lazy.read().float().flatten() for lazy in weights.values()])
 
 
-def loaded(folder: Path) -> dict[str, Lazy]:
-    model = models.load(Checkpoint(folder), references, chunk_len=16, max_len=64)
+def loaded(folder: Path, kv_dtype: str = "auto") -> dict[str, Lazy]:
+    model = models.load(Checkpoint(folder), references, chunk_len=16, max_len=64, kv_dtype=kv_dtype)
     assert model.draft is not None
     return model.weights(model.draft) | model.weights(model.trunk)
 

@@ -11,12 +11,14 @@ from kit.harness import Harness
 from kit.ops import same_bits
 from safetensors.torch import load_file, save_file
 
+from hemiola.builder import models
 from hemiola.builder.build import build
 from hemiola.builder.checkpoint import Checkpoint, Files
-from hemiola.builder.formats.rounded import KEPT, LAYOUTS, rounded, rounding
+from hemiola.builder.formats.rounded import KEPT, LAYOUTS, SPAN, rounded, rounding
 from hemiola.builder.formats.rounded import quantised as quantise_lazily
 from hemiola.builder.lazy import Lazy
 from hemiola.builder.options import Options
+from hemiola.plugins import references
 from hemiola.plugins.groups import Layout, WeightGroup, dequantised, factors, joined, numbers
 from hemiola.runtime import manifest
 
@@ -76,35 +78,54 @@ def test_stacked_experts_are_rounded_one_by_one(layout: Layout) -> None:
 
 
 @pytest.mark.parametrize(
-    "name, family",
+    "name, family, head",
     [
-        ("fp8", "qwen3_next"),
-        ("int8", "nemotron_h_moe"),
-        ("int4", "qwen3_5_moe"),
-        ("nvfp4", "nemotron_h_dense"),
+        ("fp8", "qwen3_next", "int8"),
+        ("int8", "nemotron_h_moe", None),
+        ("int4", "qwen3_5_moe", None),
+        ("nvfp4", "nemotron_h_dense", "int4"),
     ],
 )
 def test_an_engine_has_the_bits_of_its_fp32_twin(
-    name: str, family: str, tiny_checkpoint: Get, tmp_path: Path
+    name: str, family: str, head: str | None, tiny_checkpoint: Get, tmp_path: Path
 ) -> None:
     source = tiny_checkpoint(family)
-    ours = build(source, tmp_path / "ours", Options(**SIZES, quantize=name))
+    ours = build(source, tmp_path / "ours", Options(**SIZES, quantize=name, quantize_head=head))
     copies = quantised.quantise(source, tmp_path, quantised.Recipe({}, ()))
     tensors = load_file(copies.twin / "model.safetensors")
     narrow = Checkpoint(source, rounding(Files, name))
     matrices = [n for n, tensor in tensors.items() if tensor.dim() > 1 and is_matrix(n)]
     wide = {n: narrow.matrix(n, *tensors[n].shape).read().float() for n in matrices}
     assert sum(not torch.equal(wide[n], tensors[n].float()) for n in matrices) > len(matrices) / 2
+    if head is not None:
+        wide["lm_head.weight"] = round_head(tensors["lm_head.weight"], head)
     save_file(tensors | wide, copies.twin / "model.safetensors", metadata={"format": "pt"})
     build(copies.twin, tmp_path / "theirs", Options(**SIZES))
     tokens = [*range(5, 75)]
     found, wanted = (Harness(tmp_path / which).run(tokens, 30, 1, 2) for which in ("ours", "theirs"))
     assert same_bits(found, wanted)
     kinds = {text.split()[0] for segment in ours.segments for text in segment.layouts.values()}
-    assert kinds == {LAYOUTS[name].kind}
+    assert kinds == {LAYOUTS[name].kind} | ({head} if head else set())
     plain = build(source, tmp_path / "plain", Options(**SIZES))
     assert plain.identity != ours.identity
-    assert not any("head" in weight for weight in ours.segment("trunk").layouts), "output heads stay"
+    is_head_rounded = any("head" in weight for weight in ours.segment("trunk").layouts)
+    assert is_head_rounded == (head is not None), "output heads stay unless they are asked for"
+
+
+def round_head(weight: torch.Tensor, name: str) -> torch.Tensor:
+    assert weight.shape[1] <= SPAN
+    return dequantised(rounded(weight.float(), LAYOUTS[name]._replace(span=0)))
+
+
+def test_embeddings_stay_as_they_are_when_the_head_that_is_tied_to_them_is_rounded(
+    tiny_checkpoint: Get,
+) -> None:
+    checkpoint = Checkpoint(tiny_checkpoint("qwen3_5_tied"))
+    model = models.load(checkpoint, references, chunk_len=16, max_len=64, quantize_head="int8")
+    assert model.draft is not None and model.draft.head is model.trunk.head
+    embed, head = (model.sources[part.weight] for part in (model.trunk.embed, model.trunk.head))
+    assert embed.layout is None and str(head.layout) == "int8 row"
+    assert same_bits(head.read(), round_head(embed.read(), "int8"))
 
 
 def is_matrix(name: str) -> bool:
