@@ -1,5 +1,6 @@
 """Every door says what the plain run says: ids, text, log-probabilities, bit for bit; after a reload, too."""
 
+import itertools
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -11,6 +12,13 @@ from kit.served import Served
 pytestmark = pytest.mark.server
 
 KEY = "SECRET"
+NARROW = {  # codes of weights and of pages: every group, every kind of pages
+    "qwen_fp8": "fp8",
+    "modelopt_nvfp4": "turboquant_k8v4",
+    "compressed_w4a16": "turboquant_4bit_nc",
+    "compressed_int8": "turboquant_3bit_nc",
+    "compressed_w4a16_asym": "turboquant_k3v4_nc",
+}
 
 
 @pytest.fixture(scope="module")
@@ -21,15 +29,16 @@ def expected(engine_dir: Path) -> list[Said]:
 
 
 @pytest.fixture(scope="module")
-def narrow_dir(tiny_engine: Callable[..., Path]) -> Path:
-    """Weights and pages in 4 bits."""
-    return tiny_engine("compressed_w4a16+qwen3_5", kv_dtype="turboquant_4bit_nc")
+def narrow_dirs(tiny_engine: Callable[..., Path]) -> dict[str, Path]:
+    return {weights: tiny_engine(f"{weights}+qwen3_5", kv_dtype=pages) for weights, pages in NARROW.items()}
 
 
 @pytest.fixture(scope="module")
-def served(engine_dir: Path, narrow_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+def served(
+    engine_dir: Path, narrow_dirs: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Served]:
     models = {name: {"engine_dir": str(engine_dir), **own} for name, own in WAYS.items()}
-    models["narrow"] = {"engine_dir": str(narrow_dir), **WAYS["fast"]}
+    models |= {name: {"engine_dir": str(path), **WAYS["fast"]} for name, path in narrow_dirs.items()}
     file = models_file(tmp_path_factory.mktemp("doors"), models)
     running = Served(f"--models={file}", f"--control-key={KEY}", "--openai-port=0")
     yield running
@@ -45,12 +54,13 @@ def test_every_door_says_what_the_plain_run_says(served: Served, expected: list[
 
 
 def test_codes_in_weights_and_pages_say_what_their_plain_run_says(
-    served: Served, narrow_dir: Path, expected: list[Said]
+    served: Served, narrow_dirs: dict[str, Path], expected: list[Said]
 ) -> None:
-    found, _ = plain_run(narrow_dir)
-    assert found != expected
-    for door, ask in DOORS.items():
-        assert ask(served, "narrow") == found, door
+    """Doors take turns."""
+    plain = {name: plain_run(path)[0] for name, path in narrow_dirs.items()}
+    assert all(found != expected for found in plain.values())
+    for (door, ask), name in zip(DOORS.items(), itertools.cycle(NARROW), strict=False):
+        assert ask(served, name) == plain[name], (name, door)
 
 
 def test_a_reloaded_engine_says_the_same_through_every_door(served: Served, expected: list[Said]) -> None:
