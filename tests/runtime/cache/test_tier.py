@@ -78,6 +78,22 @@ def test_what_has_no_room_in_the_end_costs_all_that_others_have() -> None:
     tier.audit()
 
 
+def test_what_two_read_is_written_again_when_one_of_them_has_read_it() -> None:
+    tier = Tier(Cost(10, 40), P, Nowhere(FakeSession(resolved()), 8))
+    found = tier.keep(*a_text(1))
+    assert found is not None
+    units = [found.page_id, *tier.state_of(found)]
+    for _ in range(2):
+        tier.lend(units)
+    tier.take_back(units)
+    tier.forget(found)
+    assert tier.reserve(5) is None and tier.num_free == 4
+    tier.audit()
+    tier.take_back(units)
+    assert tier.num_free == 8
+    tier.audit()
+
+
 def test_tenants_whose_salts_have_one_hash_share_a_text(monkeypatch: pytest.MonkeyPatch) -> None:
     digest = tree.digest
     monkeypatch.setattr(tree, "digest", lambda parent, tokens: digest(parent, tokens if parent else b""))
