@@ -94,6 +94,19 @@ def test_what_two_read_is_written_again_when_one_of_them_has_read_it() -> None:
     tier.audit()
 
 
+def test_a_state_comes_to_a_page_before_its_own() -> None:
+    """The page between was given up while both were read from the file."""
+    tier = Tier(Cost(10, 40), P, Nowhere(FakeSession(resolved()), 20))
+    first, second, third = a_text(3)
+    one, two, units = tier.keep(first), tier.keep(second), tier.reserve(1 + tier.mover.units_per_slot)
+    assert one is not None and two is not None and units is not None
+    tier._forget(two)
+    tier._drop_state(one)
+    tier.adopt(third, {third.key: units[0]}, units[1:])
+    assert one.slot_id == 0 and tier.num_entries == 1 and tier.num_free == 19
+    tier.audit()
+
+
 def test_tenants_whose_salts_have_one_hash_share_a_text(monkeypatch: pytest.MonkeyPatch) -> None:
     digest = tree.digest
     monkeypatch.setattr(tree, "digest", lambda parent, tokens: digest(parent, tokens if parent else b""))
