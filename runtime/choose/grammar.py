@@ -319,10 +319,12 @@ class Guide:
 
     def resume(self, output: Sequence[int]) -> None:
         """An output that the same grammar led to elsewhere; before `follow`. Raises Stuck if it cannot be."""
-        self._matcher.consume_tokens(list(output))
+        self._output += output
+        self._matcher.consume_tokens(self._output)
+        if self._matcher.is_error():
+            self._copy_another()
         if self._matcher.is_error():
             raise Stuck("the output so far does not fit")
-        self._output += output
 
     def follow(self, ids: np.ndarray, drafts: Sequence[int] = ()) -> int:
         """Read what is new in a text, and look ahead; returns how many of the drafts may stay.
@@ -350,15 +352,19 @@ class Guide:
     def _begin_again(self) -> None:
         """With the lexer that others have by now, and if that is used up, too, with a new one."""
         for is_last in (self._grammar.matcher is self._source, True):
-            self._source = self._grammar.again(self._source)
-            self._matcher = self._source.deep_copy()
-            self._matcher.consume_tokens(self._output)
+            self._copy_another()
             try:
                 self.masks = [self._mask(self._matcher, self._output)]
                 return
             except Stuck:
                 if is_last or not self._matcher.is_error():
                     raise
+
+    def _copy_another(self) -> None:
+        """A matcher that does not share the lexer of the last one, behind the output."""
+        self._source = self._grammar.again(self._source)
+        self._matcher = self._source.deep_copy()
+        self._matcher.consume_tokens(self._output)
 
     def _look_ahead(self, drafts: Sequence[int]) -> None:
         matcher, output = self._matcher.deep_copy(), list(self._output)

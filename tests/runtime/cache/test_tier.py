@@ -1,13 +1,17 @@
 """A tier below the prefix cache, alone."""
 
+from collections.abc import Callable
+
 import numpy as np
 import pytest
 from kit.fake_session import FakeSession, FakeUnits, resolved
 
-from hemiola.runtime.cache import tree
+from hemiola.runtime.cache import moves, tree
 from hemiola.runtime.cache.eviction import Cost
+from hemiola.runtime.cache.prefix import PrefixCache
 from hemiola.runtime.cache.tier import Tier
 from hemiola.runtime.cache.tree import Chain, Entry
+from hemiola.runtime.errors import Refused
 
 P = 4
 
@@ -76,6 +80,79 @@ def test_what_has_no_room_in_the_end_costs_all_that_others_have() -> None:
     assert units is not None
     assert tier.reserve(8) is None and tier.num_entries > 0
     tier.audit()
+
+
+def test_what_two_read_is_written_again_when_one_of_them_has_read_it() -> None:
+    tier = Tier(Cost(10, 40), P, Nowhere(FakeSession(resolved()), 8))
+    found = tier.keep(*a_text(1))
+    assert found is not None
+    units = [found.page_id, *tier.state_of(found)]
+    for _ in range(2):
+        tier.lend(units)
+    tier.take_back(units)
+    tier.forget(found)
+    assert tier.reserve(5) is None and tier.num_free == 4
+    tier.audit()
+    tier.take_back(units)
+    assert tier.num_free == 8
+    tier.audit()
+
+
+def test_a_state_comes_to_a_page_before_its_own() -> None:
+    """The page between was given up while both were read from the file."""
+    tier = Tier(Cost(10, 40), P, Nowhere(FakeSession(resolved()), 20))
+    first, second, third = a_text(3)
+    one, two, units = tier.keep(first), tier.keep(second), tier.reserve(1 + tier.mover.units_per_slot)
+    assert one is not None and two is not None and units is not None
+    tier._forget(two)
+    tier._drop_state(one)
+    tier.adopt(third, {third.key: units[0]}, units[1:])
+    assert one.slot_id == 0 and tier.num_entries == 1 and tier.num_free == 19
+    tier.audit()
+
+
+def test_a_snapshot_that_was_read_is_as_old_as_if_it_were_not() -> None:
+    tier = Tier(Cost(10, 40), P, Nowhere(FakeSession(resolved()), 8))
+    found = tier.keep(*a_text(1))
+    assert found is not None
+    tier.tick()
+    with tier.held(found):
+        tier.load(found, 0, [1], 1)
+    assert (found.num_uses, found.used) == (1, 1)
+
+
+def imported(prefix: PrefixCache, chain: Chain, edge: int) -> bool:
+    """Whether it was written; what it holds is not looked at."""
+    given = moves.reserve(prefix, chain, edge, "prompt")
+    if given is not None:
+        moves.adopt(prefix, given)
+    return given is not None
+
+
+def test_a_text_stays_held_by_those_who_brought_more_of_it_or_found_no_room(make_hand: Callable) -> None:
+    session = FakeSession(resolved(prefix_cache=True, host_cache_bytes=9))
+    prefix = make_hand(session=session).loop.scheduler.prefix
+    chain, other = (prefix.chain(np.arange(n, n + 40, dtype=np.int32)) for n in (0, 50))
+    assert imported(prefix, chain, 16) and imported(prefix, chain, 24)
+    with pytest.raises(Refused, match="no room for a prefix of 40 tokens"):
+        imported(prefix, chain, 40)
+    assert prefix.host is not None and prefix.host.num_entries == 3
+    assert imported(prefix, other, 16)
+    prefix.audit()
+
+
+def test_a_state_that_is_read_is_written_over(make_hand: Callable) -> None:
+    session = FakeSession(resolved(prefix_cache=True, host_cache_bytes=9))
+    prefix = make_hand(session=session).loop.scheduler.prefix
+    chain, other = (prefix.chain(np.arange(n, n + 40, dtype=np.int32)) for n in (0, 50))
+    assert imported(prefix, chain, 24)
+    lent = moves.lend(prefix, chain, 40)
+    assert lent is not None and lent.edge == 24
+    with pytest.raises(Refused, match="no room"):
+        imported(prefix, other, 16)
+    moves.take_back(prefix, lent)
+    assert imported(prefix, other, 16)
+    prefix.audit()
 
 
 def test_tenants_whose_salts_have_one_hash_share_a_text(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -260,6 +260,21 @@ def test_every_request_parses_a_grammar_again_whose_lexer_is_used_up(monkeypatch
     assert len(parsed) < 4
 
 
+def test_an_output_does_not_fit_a_grammar_whose_lexer_is_used_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its request was to go on here, and was refused as if it asked for what cannot be."""
+    limits = module.LLParserLimits(max_lexer_states=2000, verbose_errors=False)
+    monkeypatch.setattr(module, "LIMITS", limits)
+    made = Grammars(tokenizer(), VOCAB).compile(StructuredOutputsParams(regex="[ab]*a[ab]{16}"))
+    dice, reader = random.Random(1), made.matcher.deep_copy()
+    while not reader.is_error():
+        reader.consume_token(dice.randrange(2))
+    params, output = SamplingParams(max_tokens=80), dice.choices(range(2), k=50)
+    request = new_request(1, PROMPT, params, BOUNDS, grammar=made, output_ids=output)
+    assert request.guide is not None and len(request.guide.masks) == 1
+    with pytest.raises(Refused, match="the output so far does not fit"):
+        new_request(2, PROMPT, params, BOUNDS, grammar=made, output_ids=[*output, TEXTS.index("c")])
+
+
 def test_a_draft_behind_which_nothing_goes_on_is_dropped() -> None:
     made = grammars().compile(StructuredOutputsParams(grammar='start: "a" x | "a" "b" "c"\nx: x "d"'))
     guide = a_guide(made, bad_words_ids=[[2]])
