@@ -17,9 +17,9 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -142,7 +142,7 @@ class Worker:
 
     def __init__(self, tree: Path, folder: Path) -> None:
         environment = os.environ | {"PYTHONPATH": f"{tree}:{os.environ.get('PYTHONPATH', '')}"}
-        command = [sys.executable, __file__, str(tree), str(folder), "--work"]
+        command = [sys.executable, str(Path(__file__).resolve()), str(tree), str(folder), "--work"]
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
         self._process = subprocess.Popen(command, env=environment, cwd=tree, **pipes)
 
@@ -180,11 +180,9 @@ def cases(what: str, models: list[str]) -> Iterator[tuple[tuple[str, str] | None
 
 
 def at_once(workers: list[Worker], *call: object) -> None:
-    threads = [threading.Thread(target=worker.ask, args=call) for worker in workers]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(len(workers)) as pool:
+        for done in [pool.submit(worker.ask, *call) for worker in workers]:
+            done.result()
 
 
 def compare(workers: list[Worker], call: tuple, least: int, seconds: float) -> None:

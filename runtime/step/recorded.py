@@ -72,9 +72,8 @@ class Recorded:
         told = array("q", bytes(8 * (MARKS + sizes.rows * (sizes.width + ANSWERS))))
         if sizes.lines > len(self.logits):
             self.logits = torch.empty(sizes.lines, self._width)
-        inputs: dict[str, int] = dict(zip(SIZES, sizes, strict=False))
-        inputs["number"], inputs["logits"] = 0, self.logits.data_ptr()
-        inputs["plan"], inputs["told"] = numbers.buffer_info()[0], told.buffer_info()[0]
+        places = 0, numbers.buffer_info()[0], told.buffer_info()[0], self.logits.data_ptr()
+        inputs: dict[str, int] = dict(zip(INPUTS, (*sizes[: len(SIZES)], *places), strict=True))
         first, *rest = self._steps
         steps = [(first, inputs)]
         if rest:
