@@ -97,7 +97,8 @@ class Work:
     def _run(self, prompts: list[list[int]], num_tokens: int, **rule: Any) -> tuple[float, float, list]:
         from hemiola.runtime.api import SamplingParams
 
-        params = SamplingParams(**{"temperature": 0.0} | rule, max_tokens=num_tokens, ignore_eos=True)
+        given: dict[str, Any] = {"temperature": 0.0, "max_tokens": num_tokens, "ignore_eos": True} | rule
+        params = SamplingParams(**given)
         wall, cpu = time.perf_counter(), time.process_time()
         outputs = self._llm.generate(prompts, params)
         wall, cpu = 1e3 * (time.perf_counter() - wall), 1e3 * (time.process_time() - cpu)
@@ -217,7 +218,8 @@ def main() -> None:
     asked = parser.parse_args()
     if asked.work:
         work(asked.old, asked.new)
-    models = (asked.models or ("9b,0.8b" if asked.what != "cpu" else ",".join(CPU_MODELS))).split(",")
+    models: list[str] = list(CPU_MODELS) if asked.what == "cpu" else ["9b", "0.8b"]
+    models = asked.models.split(",") if asked.models else models
     with tempfile.TemporaryDirectory() as folder:
         places = (asked.old.resolve(), Path(folder) / "old"), (asked.new.resolve(), Path(folder) / "new")
         workers = [Worker(*place) for place in places]
