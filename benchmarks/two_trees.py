@@ -17,9 +17,9 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -97,7 +97,8 @@ class Work:
     def _run(self, prompts: list[list[int]], num_tokens: int, **rule: Any) -> tuple[float, float, list]:
         from hemiola.runtime.api import SamplingParams
 
-        params = SamplingParams(**{"temperature": 0.0} | rule, max_tokens=num_tokens, ignore_eos=True)
+        given: dict[str, Any] = {"temperature": 0.0, "max_tokens": num_tokens, "ignore_eos": True} | rule
+        params = SamplingParams(**given)
         wall, cpu = time.perf_counter(), time.process_time()
         outputs = self._llm.generate(prompts, params)
         wall, cpu = 1e3 * (time.perf_counter() - wall), 1e3 * (time.process_time() - cpu)
@@ -142,7 +143,7 @@ class Worker:
 
     def __init__(self, tree: Path, folder: Path) -> None:
         environment = os.environ | {"PYTHONPATH": f"{tree}:{os.environ.get('PYTHONPATH', '')}"}
-        command = [sys.executable, __file__, str(tree), str(folder), "--work"]
+        command = [sys.executable, str(Path(__file__).resolve()), str(tree), str(folder), "--work"]
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
         self._process = subprocess.Popen(command, env=environment, cwd=tree, **pipes)
 
@@ -180,11 +181,9 @@ def cases(what: str, models: list[str]) -> Iterator[tuple[tuple[str, str] | None
 
 
 def at_once(workers: list[Worker], *call: object) -> None:
-    threads = [threading.Thread(target=worker.ask, args=call) for worker in workers]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(len(workers)) as pool:
+        for done in [pool.submit(worker.ask, *call) for worker in workers]:
+            done.result()
 
 
 def compare(workers: list[Worker], call: tuple, least: int, seconds: float) -> None:
@@ -219,7 +218,8 @@ def main() -> None:
     asked = parser.parse_args()
     if asked.work:
         work(asked.old, asked.new)
-    models = (asked.models or ("9b,0.8b" if asked.what != "cpu" else ",".join(CPU_MODELS))).split(",")
+    models: list[str] = list(CPU_MODELS) if asked.what == "cpu" else ["9b", "0.8b"]
+    models = asked.models.split(",") if asked.models else models
     with tempfile.TemporaryDirectory() as folder:
         places = (asked.old.resolve(), Path(folder) / "old"), (asked.new.resolve(), Path(folder) / "new")
         workers = [Worker(*place) for place in places]

@@ -353,10 +353,10 @@ class Scheduler:
                 request.ahead -= 1 + row.num_drafts
                 new_len += _num_accepted(outcome, n)
             request.committed_len = new_len
-            broken_at = 0
+            is_broken, broken_at = n in outcome.broken, 0
             if row.scored is not None:
                 broken_at = _broken_score(row.scored, outcome.prompt_logprobs.get(n, ()))
-            if n in outcome.broken or broken_at:
+            if is_broken or broken_at:
                 self._distrust(row.slot_id)
             if request.finish_reason is not None or request.starts_anew:
                 continue  # since this step was planned
@@ -367,7 +367,7 @@ class Scheduler:
                 request.add_prompt_logprobs(row.scored.position, outcome.prompt_logprobs[n])
             if row.chooses:
                 self._append(request, outcome, n, row.num_drafts)
-            if n in outcome.broken and request.finish_reason is None:
+            if is_broken and request.finish_reason is None:
                 request.fail(f"the engine computed NaN for the token at position {request.total_len}")
                 continue
             if start != edge or old_len // page_len != new_len // page_len or old_len < request.start_len:

@@ -29,9 +29,8 @@ class PackedPlan(NamedTuple):
     sizes: PlanSizes
 
 
-MasksOfRows = dict[
-    int, list[np.ndarray]
-]  # of rows that follow a grammar: for each of its lines, what it allows
+# Of rows that follow a grammar, by place in the plan: for each line, what it allows.
+MasksOfRows = dict[int, list[np.ndarray]]
 
 
 class Ready(NamedTuple):
@@ -41,18 +40,12 @@ class Ready(NamedTuple):
     masks: MasksOfRows
 
 
-def masks_of(rows: Sequence[Row]) -> MasksOfRows:
-    """By place in the plan."""
-    guided = [(n, row, row.request.guide) for n, row in enumerate(rows) if row.request.guide is not None]
-    return {n: guide.masks[: 1 + row.num_drafts] if row.chooses else [] for n, row, guide in guided}
-
-
-def pack(rows: Sequence[Row], has_head: bool) -> PackedPlan:
+def pack(rows: Sequence[Row], has_head: bool) -> Ready:
     """has_head: an MTP head reads pairs and drafts."""
-    numbers = array("i")
+    numbers, masks = array("i"), {}
     tokens = lines = pairs = drafting = passes = 0
     width = 1
-    for row in rows:
+    for n, row in enumerate(rows):
         room = row.room
         numbers.extend((
             tokens, lines, pairs, drafting, row.slot_id, row.num_drafts, room, row.owed,
@@ -68,8 +61,11 @@ def pack(rows: Sequence[Row], has_head: bool) -> PackedPlan:
             drafting += room > 0
         if room > passes:
             passes = room
+        if (guide := row.request.guide) is not None:
+            masks[n] = guide.masks[: 1 + row.num_drafts] if row.chooses else []
     numbers.extend((tokens, lines, pairs, drafting, 0, 0, 0, 0, 0, 0))
-    return PackedPlan(numbers, PlanSizes(len(rows), tokens, lines, pairs, drafting, width, passes))
+    sizes = PlanSizes(len(rows), tokens, lines, pairs, drafting, width, passes)
+    return Ready(PackedPlan(numbers, sizes), masks)
 
 
 def padded(numbers: "array[int]", num_rows: int) -> "array[int]":

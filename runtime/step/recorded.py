@@ -77,8 +77,8 @@ class Recorded:
     def fit(self, plan: Plan) -> bool:
         """Whether no row takes more than an argmax."""
         for row in plan.rows:
-            takes_more = row.chooses and (not row.rule.plain or row.guide is not None)
-            if takes_more or row.scored is not None:
+            request = row.request
+            if (row.chooses and not (request.rule.plain and request.guide is None)) or row.scored is not None:
                 return False
         return True
 
@@ -88,12 +88,8 @@ class Recorded:
         told = array("q", bytes(8 * (MARKS + sizes.rows * (sizes.width + ANSWERS))))
         if sizes.lines > len(self.logits):
             self.logits = torch.empty(sizes.lines, self._width)
-        inputs = dict(zip(SIZES, sizes, strict=False)) | {
-            "number": 0,
-            "plan": numbers.buffer_info()[0],
-            "told": told.buffer_info()[0],
-            "logits": self.logits.data_ptr(),
-        }
+        places = 0, numbers.buffer_info()[0], told.buffer_info()[0], self.logits.data_ptr()
+        inputs: dict[str, int] = dict(zip(INPUTS, (*sizes[: len(SIZES)], *places), strict=True))
         first, *rest = self._steps
         steps = [(first, inputs)]
         if rest:

@@ -22,7 +22,7 @@ from hemiola.runtime.step.bucket import Bucket
 from hemiola.runtime.step.captured import Captured
 from hemiola.runtime.step.eager import EagerSteps
 from hemiola.runtime.step.ledger import Ledger
-from hemiola.runtime.step.pack import Ready, masks_of, pack
+from hemiola.runtime.step.pack import Ready, pack
 from hemiola.runtime.step.parts import EngineParts
 from hemiola.runtime.step.prompts import Prompts
 from hemiola.runtime.step.table import PageTable, TableSource
@@ -62,7 +62,7 @@ class AllSteps:
 
     def ready(self, plan: Plan) -> Ready:
         """All that executors take of it, but for rules and prompts that are scored."""
-        return Ready(pack(plan.rows, self._has_head), masks_of(plan.rows))
+        return pack(plan.rows, self._has_head)
 
     def fit(self, plan: Plan) -> Execution:
         """How the plan is run."""

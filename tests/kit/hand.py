@@ -36,7 +36,7 @@ def prompt(length: int, seed: int = 0) -> list[int]:
 
 def filled(steps: AllSteps, plan: Plan, has_head: bool) -> Batch:
     """What a step will be given, before it is launched."""
-    numbers, sizes = pack(plan.rows, has_head)
+    numbers, sizes = pack(plan.rows, has_head).packed
     table = np.frombuffer(numbers, np.int32).reshape(-1, len(COLUMNS))
     ledger = steps.ledger
     (packed,) = upload(ledger.device, table)

@@ -87,7 +87,7 @@ def test_every_step_that_decodes_has_a_bucket_within_the_engines_widths(config: 
         assert found is not None and found in buckets_of(config)
         assert len(plan.rows) <= found.rows and plan.num_tokens <= found.tokens
         assert max(row.room for row in plan.rows) <= found.passes
-        numbers, _ = pack(plan.rows, config.drafts == "mtp")
+        numbers, _ = pack(plan.rows, config.drafts == "mtp").packed
         sent = send(numbers, found, np.array([[7, 9]]), 4, {})
         for array, (shape, dtype) in zip(sent, shapes_of(found, VOCAB), strict=True):
             assert array.shape == shape and array.dtype == dtype

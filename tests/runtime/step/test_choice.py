@@ -21,7 +21,7 @@ from hemiola.runtime.schedule.request import Bounds, new_request
 from hemiola.runtime.step.choice import Argmax, ByRules
 from hemiola.runtime.step.eager import EagerSteps
 from hemiola.runtime.step.ledger import Ledger
-from hemiola.runtime.step.pack import masks_of
+from hemiola.runtime.step.pack import pack
 from hemiola.runtime.step.program import Batch
 
 GREEDY = SamplingParams(temperature=0.0)
@@ -64,7 +64,7 @@ def choice_of(params: SamplingParams, guided: bool = False) -> object:
 
 def choice_for(eager: EagerSteps, rows: list[Row]) -> Any:
     """Of a step with these rows."""
-    return eager._choice(Plan(rows), masks_of(rows))
+    return eager._choice(Plan(rows), pack(rows, has_head=False).masks)
 
 
 @pytest.mark.parametrize("seed", range(12))
