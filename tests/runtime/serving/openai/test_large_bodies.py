@@ -1,6 +1,7 @@
 """While one caller's large body is read, the event loop serves the others."""
 
 import json
+import re
 import sys
 import threading
 import weakref
@@ -15,6 +16,7 @@ from kit.scripted_triton import ScriptedTriton, script
 from kit.served import until
 
 from hemiola.runtime.api import Logprob
+from hemiola.runtime.serving import json_size
 from hemiola.runtime.serving.aside import Aside
 from hemiola.runtime.serving.openai import app, readers, work
 from hemiola.runtime.serving.openai.body import Bodies
@@ -200,6 +202,51 @@ def test_a_large_body_holds_up_everybody_while_it_is_read(
     if too_long:
         assert answer.result().json()["error"]["code"] == "context_length_exceeded"
         assert not triton.requests
+
+
+SOME_TOOL = {
+    "type": "function",
+    "function": {"name": "f", "parameters": {"properties": {"a": {"type": "integer"}}}},
+}
+ANY_SIZE = [
+    ("completions", {"prompt": ["a", "bc"], "n": 2, "logprobs": 1, "echo": True}),
+    ("completions", {"prompt": [5, 6], "return_token_ids": True, "stream": True}),
+    ("completions", {"prompt": "a", "logit_bias": {"x": 1}}),
+    ("completions", {"model": "nobody", "prompt": "a"}),
+    ("completions", {"prompt": "a", "max_tokens": 0}),
+    ("chat/completions", {"messages": [USER], "tools": [SOME_TOOL], "logprobs": True, "top_logprobs": 1}),
+    ("chat/completions", {"messages": [USER], "tools": [SOME_TOOL], "stream": True}),
+    ("chat/completions", {"messages": [USER], "structured_outputs": {"regex": 5}}),
+    ("responses", {"input": "hi", "metadata": {"a": "b"}, "stream": True}),
+    ("responses", {"input": [USER], "tools": [{"type": "function", "name": "f"}], "tool_choice": "required"}),
+    ("../tokenize", {"messages": [USER], "return_token_strs": True}),
+    ("../detokenize", {"tokens": [5, 10**6]}),
+]
+
+
+def test_a_large_body_has_another_answer_than_a_small_one(
+    start: Callable[..., Front], triton: ScriptedTriton, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All that becomes of it comes from another process."""
+    said = ["<tool_call>\n<function=f>\n<para", "meter=a>\n5\n</parameter>\n</function>\n</tool_call>"]
+    triton.script = [replace(piece, logprobs=[Logprob(7, -1.0, ((7, -1.0),))]) for piece in script(*said)]
+    front = start()
+
+    def answer(route: str, given: dict) -> tuple[int, list[str], str, list[Any]]:
+        before = len(triton.requests)
+        found = requests.post(f"{front.url}/{route}", json={"model": "tiny"} | given, timeout=60)
+        text = re.sub(r"[a-z]+[-_][0-9a-f]{24,}|\"created(_at)?\": ?\d+", "", found.text)
+        sent = [
+            (one.inputs, one.raw_input_contents, dict(one.parameters)) for one in triton.requests[before:]
+        ]
+        headers = [name for name in found.headers if name != "Date"]
+        return found.status_code, headers, text, sorted(map(str, sent))
+
+    small = [answer(*one) for one in ANY_SIZE]
+    monkeypatch.setattr(json_size, "MUCH", (0, 0, 0))
+    monkeypatch.setattr(work, "parse", None)
+    assert [answer(*one) for one in ANY_SIZE] == small
+    assert {status for status, *_ in small} == {200, 400, 404}
 
 
 @pytest.mark.parametrize(
