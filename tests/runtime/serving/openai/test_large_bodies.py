@@ -18,7 +18,7 @@ from kit.served import until
 from hemiola.runtime.api import Logprob
 from hemiola.runtime.serving import json_size
 from hemiola.runtime.serving.aside import Aside
-from hemiola.runtime.serving.openai import app, readers, work
+from hemiola.runtime.serving.openai import app, body, readers, work
 from hemiola.runtime.serving.openai.body import Bodies
 from hemiola.runtime.serving.openai.front import Front
 from hemiola.runtime.serving.openai.prompt import PromptScores
@@ -341,6 +341,32 @@ def test_a_long_prompt_waits_behind_the_largest(
     assert post(f"{front.url}/completions", medium).result().status_code == 200
     gate.opened.set()
     assert {answer.result().status_code for answer in answers} == {400}
+
+
+def test_bodies_that_wait_to_be_read_fill_the_memory(
+    start: Callable[..., Front],
+    triton: ScriptedTriton,
+    gate: Gate,
+    post: Callable[..., "Future[requests.Response]"],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Those that were whole were not counted, and one is read at a time."""
+    triton.script = script("ok")
+    monkeypatch.setattr(Aside, "run", gate.around(lambda _, function, body, *more: function(body, *more)))
+    monkeypatch.setattr(body, "MOST_BODIES", 3)
+    bodies = Bodies(100_000)
+    monkeypatch.setattr(app, "Bodies", lambda _: bodies)
+    front = start()
+    url = f"{front.url}/completions"
+    large = json.dumps({"model": "tiny", "prompt": [5] * 33_000}).encode()  # of at most 100,000 bytes
+    answers = [post(url, large) for _ in range(3)]
+    until(lambda: bodies._num_bytes == 3 * len(large) and not bodies.num_reading)
+    assert requests.post(url, data=large, timeout=60).status_code == 429
+    assert requests.post(url, json={"model": "tiny", "prompt": "a"}, timeout=60).status_code == 200
+    gate.opened.set()
+    assert {answer.result().status_code for answer in answers} == {400}  # for its length
+    assert requests.post(url, data=large, timeout=60).status_code == 400
+    assert bodies._num_bytes == 0
 
 
 def test_a_caller_that_left_is_read_on(
