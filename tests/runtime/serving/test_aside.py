@@ -104,6 +104,21 @@ def test_closing_waits_for_a_body() -> None:
         aside.run(eval, PID)
 
 
+def test_what_it_knows_is_pickled_while_somebody_waits() -> None:
+    """A tokenizer of 250,000 tokens, with Python's lock held."""
+    pickled: list[bool] = []
+
+    class Tokenizer:
+        def __reduce__(self) -> tuple[type[int], tuple[int]]:
+            pickled.append(True)
+            return int, (5,)
+
+    aside = Aside({"a tokenizer": Tokenizer()})
+    assert pickled == [True]
+    assert aside.run(eval, PID) and aside.run(eval, PID) and pickled == [True]
+    aside.close()
+
+
 def test_what_is_dear_is_read_here() -> None:
     most_bytes, most_values, most_names = MUCH
     assert not is_dear(b"") and not is_dear(b'"' + b"x" * (most_bytes - 2) + b'"')
