@@ -145,6 +145,29 @@ def test_prompts_are_sent_for_each_choice_without_a_limit(
     assert f"prompts x n are {total} tokens" in error["message"], error
 
 
+@pytest.mark.parametrize("route", ["completions", "chat/completions"])
+def test_the_log_probabilities_of_a_whole_answer_are_held_without_a_limit(
+    start: Callable[..., Front], triton: ScriptedTriton, monkeypatch: pytest.MonkeyPatch, route: str
+) -> None:
+    monkeypatch.setattr(work, "MOST_SCORES", 1050)
+    triton.script = script("ok")
+    url, is_chat = f"{start().url}/{route}", route.startswith("chat")
+    asked: dict[str, Any] = {"model": "tiny", "max_tokens": 50, "n": 10}
+    asked |= {"messages": [USER], "logprobs": True} if is_chat else {"prompt": "a", "logprobs": 0}
+    best = "top_logprobs" if is_chat else "logprobs"
+    more = asked | {best: 1, "n": 11}
+    assert requests.post(url, json=asked | {best: 1}, timeout=60).status_code == 200
+    assert requests.post(url, json=more | {"stream": True}, timeout=60).status_code == 200
+    refused = requests.post(url, json=more, timeout=60)
+    error = refused.json()["error"]
+    assert (refused.status_code, error["param"]) == (400, best)
+    assert error["message"] == (
+        f"{best} of 550 tokens may be 1100, the limit is 1050; stream, or lower n or max_tokens"
+    )
+    all_of_it = more | {"max_tokens": 10**6, "n": 1}  # that the context holds
+    assert requests.post(url, json=all_of_it, timeout=60).status_code == 200
+
+
 class Gate:
     """Holds each call of a function up until it is opened."""
 
