@@ -148,7 +148,7 @@ class Callers:
         generate = f"{server.http_url}/v2/models/hemiola/generate"
         self._url = f"{server.openai_url}/{own.route}" if own.route else generate
         self._own = own
-        self._text = json.dumps(body)
+        self._body = json.dumps(body).encode()  # once: the streams are read in this process, too
         self._over = threading.Event()
         self.failure = ""
         self._ended = [0]
@@ -160,8 +160,8 @@ class Callers:
         allowed = {200, 429, 400} if self._own.refused else {200, 429}
         while not self._over.is_set():
             salt = json.dumps({"cache_salt": uuid.uuid4().hex})[1:-1]
-            text = f"{self._text[:-1]}, {salt}}}" if self._own.fresh else self._text
-            answer = requests.post(self._url, data=text.encode(), timeout=RETRY_S)
+            data = self._body[:-1] + f", {salt}}}".encode() if self._own.fresh else self._body
+            answer = requests.post(self._url, data=data, timeout=RETRY_S)
             if answer.status_code not in allowed and "OVERLOADED" not in answer.text:
                 self.failure = f"a dear request was refused: {answer.text[:300]}"
                 return

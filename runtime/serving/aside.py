@@ -39,6 +39,7 @@ class Aside:
 
     def __init__(self, known: Mapping[str, object] | None = None) -> None:
         self._known = dict(known or {})
+        self._first = _pickled(self._known, {})  # now, before anybody waits: a tokenizer takes half a second
         self._turn = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
         self._closed = False
@@ -82,7 +83,7 @@ class Aside:
         assert process.stdin is not None
         with suppress(OSError):  # a user may have so many bytes of pipes only
             fcntl.fcntl(process.stdin, fcntl.F_SETPIPE_SZ, PIPE_BYTES)
-        _write(process.stdin, self._known, {}, b"")
+        _send(process.stdin, self._first, b"")
         if self._closed:
             self._kill()
         return process
@@ -119,11 +120,19 @@ class _Unpickler(pickle.Unpickler):
         return self._known[pid]
 
 
-def _write(pipe: Any, value: object, known: Mapping[str, object], body: bytes | bytearray) -> None:
-    """The body is not pickled: that would copy it with Python's lock held."""
+def _pickled(value: object, known: Mapping[str, object]) -> memoryview:
     content = io.BytesIO()
     _Pickler(content, known).dump(value)
-    for part in (HEAD.pack(content.tell(), len(body)), content.getbuffer(), body):
+    return content.getbuffer()
+
+
+def _write(pipe: Any, value: object, known: Mapping[str, object], body: bytes | bytearray) -> None:
+    _send(pipe, _pickled(value, known), body)
+
+
+def _send(pipe: Any, pickled: memoryview, body: bytes | bytearray) -> None:
+    """The body is not pickled: that would copy it with Python's lock held."""
+    for part in (HEAD.pack(len(pickled), len(body)), pickled, body):
         rest = memoryview(part)
         while rest:
             rest = rest[pipe.write(rest) :]

@@ -18,6 +18,7 @@ from hemiola.runtime.errors import Refused
 from hemiola.runtime.extra import install
 from hemiola.runtime.serving import arrival
 from hemiola.runtime.serving.home import Home
+from hemiola.runtime.serving.model_folder import find_model
 from hemiola.runtime.serving.place import ANYWHERE, group_of
 from hemiola.runtime.serving.ports import Ports
 from hemiola.runtime.serving.settings import FILE as SETTINGS_FILE
@@ -175,12 +176,3 @@ def _write_config(source: Path, target: Path, device: object) -> None:
     config = source.read_text()
     assert ANYWHERE in config, source
     target.write_text(config.replace(ANYWHERE, group_of(device)))
-
-
-def find_model() -> Path:
-    """model_repo/hemiola of the checkout or of the installed package."""
-    for home in hemiola.__path__:
-        if (Path(home) / "model_repo/hemiola/config.pbtxt").is_file():
-            return Path(home).resolve() / "model_repo/hemiola"
-    message = f"no model_repo/hemiola in {list(hemiola.__path__)}"
-    raise Refused("not_found", message=message, way_out="install hemiola again")

@@ -538,6 +538,26 @@ def test_a_cancel_after_the_timeout_or_a_timeout_after_the_cancel_changes_the_re
     assert senders[1].sent == [("[CANCELLED] the request was cancelled", FINAL)]
 
 
+def test_an_answer_whose_last_tokens_come_late_is_counted_as_a_timeout(model: Any) -> None:
+    """It is whole: nothing is ended any more."""
+
+    class Over(float):
+        """For the engine's thread, which the test is, and not for the one that looks at the clock."""
+
+        engine = threading.current_thread()
+
+        def __lt__(self, now: float) -> bool:
+            return threading.current_thread() is self.engine
+
+    sender = ask(model, {"timeout": 10**12})
+    (stream,) = model.service.outbox._open.values()
+    stream.deadline = Over(0)
+    model.service.llm.requests[0].say(Piece("x", [1], finish_reason="stop"))
+    until(lambda: sender.sent)
+    assert sender.sent[0][0]["finish_reason"] == "stop" and not model.service.llm.aborted
+    assert model.service.meter._outcomes == {"success": 1}
+
+
 LONG = "a" * LONG_TEXT
 
 

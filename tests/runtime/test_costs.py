@@ -19,7 +19,7 @@ from hemiola.runtime.serving.openai.model import ServedModel
 from hemiola.runtime.serving.openai.response_reply import ResponseChoice, ResponseReply
 from hemiola.runtime.serving.openai.responses import ResponsesRequest
 from hemiola.runtime.serving.openai.schema import ApiRequest, ChatRequest, CompletionRequest, parse
-from hemiola.runtime.serving.openai.work import check_total
+from hemiola.runtime.serving.openai.work import check_scores, check_total
 from hemiola.runtime.text import Text
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -129,6 +129,7 @@ def a_tool(name: str) -> dict[str, Any]:
 
 
 # By field: a limit that stands in the table, who keeps it, the most that is taken and one more.
+SCORES = {"num_tokens": 2**21, "num_scored": 2}
 LIMITS: list[tuple[str, int, Callable[..., object], dict[str, Any], dict[str, Any]]] = [
     *((name, INT, sampling, {name: INT}, {name: INT + 1}) for name in ("max_tokens", "top_k", "num_drafts")),
     ("max_completion_tokens", INT, chat, {"max_completion_tokens": INT}, {"max_completion_tokens": INT + 1}),
@@ -167,6 +168,8 @@ LIMITS: list[tuple[str, int, Callable[..., object], dict[str, Any], dict[str, An
     ("tools", 2**18, guided, {"grammar": 'root ::= "a"'}, {"grammar": "#" * 2**18}),
     ("tools", 64, chat, {"tools": [a_tool("a" * 64)]}, {"tools": [a_tool("a" * 65)]}),
     ("logprobs", 20, sampling, {"logprobs": 20}, {"logprobs": 21}),
+    ("logprobs", 2**22, check_scores, {"num_tokens": 2**22, "num_scored": 0}, SCORES),
+    ("top_logprobs", 2**22, check_scores, {"num_tokens": 2**22, "num_scored": 0}, SCORES),
     ("logprobs", 20, completion, {"logprobs": 20}, {"logprobs": 21}),
     ("prompt_logprobs", 20, sampling, {"prompt_logprobs": 20}, {"prompt_logprobs": 21}),
     ("prompt_logprobs", 20, completion, {"prompt_logprobs": 20}, {"prompt_logprobs": 21}),

@@ -203,7 +203,9 @@ class App:
     async def _of_text(
         self, http: web.Request, kind: type[AskedText], make: Callable[[ServedModel, AskedText], Any]
     ) -> web.Response:
-        text = await self._made(read_text, await self._read(http), kind, make, self._models)
+        async with self._bodies.held(http) as body:
+            self._check_open()
+            text = await self._made(read_text, body, kind, make, self._models)
         return web.Response(text=text, content_type="application/json")
 
     async def _made(self, function: Callable[..., Made], body: bytearray, *arguments: object) -> Made:
@@ -228,20 +230,15 @@ class App:
     ) -> web.StreamResponse:
         """The body, and all that was read from it, are let go of before the answer begins."""
         begun = time.perf_counter()
-        body = await self._read(http)
         most = self._limits.max_requests
-        options, names, model, work = await self._made(prepare, body, kind, make, self._models, most)
+        async with self._bodies.held(http) as body:
+            self._check_open()  # a server that has begun to end meanwhile takes it no more
+            options, names, model, work = await self._made(prepare, body, kind, make, self._models, most)
         del body
         with named(names), self._admit(len(work.asked)):
             pack = partial(self._wire.pack, model, work.asked, begun)
             packed = await self._readers.run(work.num_sent, pack)
             return await self._answer(http, options, work, packed)
-
-    async def _read(self, http: web.Request) -> bytearray:
-        """Its body; a server that has begun to end meanwhile takes it no more."""
-        body = await self._bodies.read(http)
-        self._check_open()
-        return body
 
     async def _answer(
         self, http: web.Request, options: StreamOptions | None, work: Work, packed: list[Any]

@@ -1,8 +1,9 @@
 """Bodies of requests, as they arrive: how long that may take, and how much memory."""
 
 import asyncio
+import contextlib
 import zlib
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 
 from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
@@ -21,11 +22,21 @@ class Bodies:
 
     def __init__(self, max_body: int) -> None:
         self._max_body = max_body
-        self._num_bytes = 0  # of bodies that are not whole yet
+        self._num_bytes = 0  # of bodies that are not whole yet, or that nobody has looked into yet
         self.num_reading = 0
 
+    @contextlib.asynccontextmanager
+    async def held(self, http: web.Request) -> AsyncIterator[bytearray]:
+        """A body, which counts as long as it is needed: large ones wait for each other."""
+        body = await self.read(http)
+        try:
+            yield body
+        finally:
+            self._num_bytes -= len(body)
+
     async def read(self, http: web.Request) -> bytearray:
-        body, gunzip = bytearray(), gunzip_for(http)
+        """Counted until `held` is left."""
+        body, is_whole, gunzip = bytearray(), False, gunzip_for(http)
         if (http.content_length or 0) > self._max_body:
             raise self._too_large()
         self.num_reading += 1
@@ -39,6 +50,7 @@ class Bodies:
                         await asyncio.sleep(0)
             if gunzip is not None:
                 gunzip.check_end()
+            is_whole = True
             return body
         except TimeoutError:
             raise ApiError(
@@ -49,7 +61,7 @@ class Bodies:
                 400, f"the body cannot be read: {reason_of(error)}; send it plain, or gzip"
             ) from None
         finally:
-            self._num_bytes -= len(body)
+            self._num_bytes -= 0 if is_whole else len(body)
             self.num_reading -= 1
 
     def _check(self, own_len: int) -> None:

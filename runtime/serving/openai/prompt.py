@@ -7,6 +7,7 @@ from typing import Any
 
 from hemiola.runtime.api import Logprob, Piece, PromptLogprobs
 from hemiola.runtime.serving.openai.model import ServedModel, Tokens
+from hemiola.runtime.serving.openai.parts import listed
 
 Json = dict[str, Any]
 
@@ -35,13 +36,16 @@ class PromptScores:
         """`prompt_logprobs`, if it was asked for: for each token itself and the best, by token id."""
         if self.num_top is None or self._found is None:
             return {}
-        return {"prompt_logprobs": [entry and self._entry(entry, self.num_top) for entry in self._found]}
+        return {"prompt_logprobs": listed(self._entry, self._found)}
 
-    def _entry(self, entry: Logprob, num_top: int) -> Json:
+    def _entry(self, entry: Logprob | None) -> Json | None:
         """Of a token that is none of the best, no rank is known."""
+        if entry is None:  # the first token's
+            return None
         named = {entry.token_id: {"logprob": entry.logprob, "rank": None}}
         named |= {
-            best: {"logprob": value, "rank": n + 1} for n, (best, value) in enumerate(entry.top[:num_top])
+            best: {"logprob": value, "rank": n + 1}
+            for n, (best, value) in enumerate(entry.top[: self.num_top])
         }
         for token_id, value in named.items():
             value["decoded_token"] = self._model.tokens.name(token_id) if self._model.text else None

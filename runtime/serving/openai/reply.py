@@ -1,6 +1,5 @@
 """Answers in OpenAI's form: one object at the end, or chunks as they come."""
 
-import json
 import time
 import uuid
 from collections.abc import Iterable, Sequence
@@ -10,10 +9,10 @@ from hemiola.runtime.api import Logprob, Metrics, Piece
 from hemiola.runtime.serving.openai.answer import AnswerPart, Expected, Splitter
 from hemiola.runtime.serving.openai.errors import ApiError
 from hemiola.runtime.serving.openai.model import ServedModel, Tokens
+from hemiola.runtime.serving.openai.parts import ENCODER, has_many, in_parts, listed, parts_of
 from hemiola.runtime.serving.openai.prompt import PromptScores
 
 Json = dict[str, Any]
-ENCODER = json.JSONEncoder(separators=(",", ":"))  # ASCII: some clients break lines at U+2028
 
 
 class Choice:
@@ -167,12 +166,11 @@ class ChatChoice(Choice):
         return {"message": message, **self._common(streamed=False), "finish_reason": self._finish_reason}
 
     def _logprobs_json(self, tokens: Tokens) -> Json:
-        content = [
-            _token(tokens, logprob.token_id, logprob.logprob)
-            | {"top_logprobs": [_token(tokens, *best) for best in logprob.top]}
-            for logprob in self._logprobs
-        ]
-        return {"content": content, "refusal": None}
+        def entry(logprob: Logprob) -> Json:
+            best = [_token(tokens, *best) for best in logprob.top]
+            return _token(tokens, logprob.token_id, logprob.logprob) | {"top_logprobs": best}
+
+        return {"content": listed(entry, self._logprobs), "refusal": None}
 
 
 def _delta(part: AnswerPart) -> Json:
@@ -231,14 +229,18 @@ class Reply:
 
     def event(self, choices: list[Json], more: Json) -> str:
         """A chunk, as a server-sent event."""
-        return event(f"{self._opening},{ENCODER.encode({'choices': choices, **more})[1:]}")
+        written = ",".join(in_parts(one) if has_many(one) else ENCODER.encode(one) for one in choices)
+        return event(f'{self._opening},"choices":[{written}]{"," if more else ""}{ENCODER.encode(more)[1:]}')
 
     def text(self) -> str:
-        """The whole answer, written choice by choice: while one is written, no other thread runs."""
-        head = ENCODER.encode({"id": self.id, "object": self._kind, **self._head})[:-1]
-        choices = ",".join(ENCODER.encode(choice.whole()) for choice in self.choices)
+        """The whole answer."""
+        parts = [ENCODER.encode({"id": self.id, "object": self._kind, **self._head})[:-1], ',"choices":[']
+        for choice in self.choices:
+            parts += parts_of(choice.whole())
+            parts.append(",")
+        parts[-1] = "],"
         of_prompt = self._scores.table() if self._scores is not None else {}
-        return f'{head},"choices":[{choices}],{ENCODER.encode(of_prompt | self.totals())[1:]}'
+        return "".join([*parts, in_parts(of_prompt | self.totals())[1:]])
 
     def ending(self, include_usage: bool) -> str:
         """The last events of a stream."""

@@ -10,7 +10,8 @@ from hemiola.runtime.serving.openai.answer import AnswerPart, Expected, Splitter
 from hemiola.runtime.serving.openai.base import Body
 from hemiola.runtime.serving.openai.errors import ApiError
 from hemiola.runtime.serving.openai.model import ServedModel
-from hemiola.runtime.serving.openai.reply import ENCODER, Choice, Json
+from hemiola.runtime.serving.openai.parts import ENCODER
+from hemiola.runtime.serving.openai.reply import Choice, Json
 from hemiola.runtime.serving.openai.responses import ResponsesRequest
 
 MOST_REPEATED = 2**21  # characters of a request in its answer: three times in a stream, by the event loop

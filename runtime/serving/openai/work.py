@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple, TypeVar
 
 from hemiola.runtime.api import SamplingParams
-from hemiola.runtime.errors import Refused, shown
+from hemiola.runtime.errors import Name, Refused, shown
 from hemiola.runtime.serving.openai.chat import render
 from hemiola.runtime.serving.openai.errors import named
 from hemiola.runtime.serving.openai.guide import guide
@@ -25,6 +25,7 @@ from hemiola.runtime.serving.wire import Pieces
 
 AnyRequest = TypeVar("AnyRequest", bound=ApiRequest)
 REQUEST = 64  # tokens whose packing takes as long as the rest of a request's
+MOST_SCORES = 2**22  # log-probabilities of an answer that is held until it is whole; some 130 bytes each
 MOST_TOKENS = 2**23  # of all prompts of a body: each choice's is sent by itself, and the answer may repeat it
 
 
@@ -88,6 +89,9 @@ def completion(model: ServedModel, request: CompletionRequest) -> Work:
     scores = [PromptScores(model, ids, request.prompt_logprobs, request.num_echoed) for ids in prompts]
     check_total(sum(map(len, prompts)), request.num_choices, scores[0].num_asked)
     most = request.max_tokens or DEFAULT_MAX_TOKENS
+    if not request.stream:
+        num_tokens = sum(min(most, model.max_len - len(ids)) for ids in prompts) * request.num_choices
+        check_scores(num_tokens, request.logprobs)
     params = request.params(most, request.logprobs, prompt_logprobs=scores[0].num_asked)
     tokens = model.tokens if request.logprobs is not None else None
     choices: list[Choice] = []
@@ -116,6 +120,8 @@ def chat(model: ServedModel, request: ChatRequest) -> Work:
     ids = encode(model, prompt, special=False)
     check_total(len(ids), request.num_choices, request.prompt_logprobs)
     most = request.most_tokens or max(model.max_len - len(ids), 1)
+    if not request.stream:
+        check_scores(min(most, model.max_len - len(ids)) * request.num_choices, request.num_logprobs)
     params = request.params(most, request.num_logprobs, structured, request.prompt_logprobs)
     tokens = model.tokens if request.logprobs else None
     with_ids, scores = bool(request.return_token_ids), PromptScores(model, ids, request.prompt_logprobs)
@@ -143,6 +149,15 @@ def check_total(num_tokens: int, num_choices: int, num_scored: int | None) -> No
         named = "" if num_scored is None else " and log-probabilities of tokens"
         message = f"prompts x n are {total} tokens{named}, the limit is {MOST_TOKENS}"
         raise Refused("too_long", "n", num_choices, message=message, way_out="send fewer at once")
+
+
+def check_scores(num_tokens: int, num_scored: int | None) -> None:
+    """Of a whole answer: 128 choices of 4,000 tokens with their 20 best took 1.5 GB."""
+    total = 0 if num_scored is None else num_tokens * (1 + num_scored)
+    if total > MOST_SCORES:
+        message = (Name("logprobs"), f" of {num_tokens} tokens may be {total}, the limit is {MOST_SCORES}")
+        way_out = ("stream, or lower n or ", Name("max_tokens"))
+        raise Refused("too_long", "logprobs", num_scored, message=message, way_out=way_out)
 
 
 def encode(model: ServedModel, prompt: str | list[int], special: bool = True) -> list[int]:

@@ -18,6 +18,7 @@ from hemiola.runtime.serving.guard import check_content
 from hemiola.runtime.serving.http_request import Refusal
 from hemiola.runtime.serving.json_size import MUCH, is_dear
 from hemiola.runtime.serving.openai.errors import ApiError
+from hemiola.runtime.serving.openai.work import prepare
 
 PID = b"__import__('os').getpid()"
 HOLDS = """
@@ -30,7 +31,7 @@ aside.run(eval, b"__import__('time').sleep(1000)")
 
 @pytest.fixture(scope="module")
 def aside() -> Iterator[Aside]:
-    made = Aside({"a place": HTTPStatus})
+    made = Aside({"a place": HTTPStatus, "a reader": prepare})  # as the front's process: with its readers
     yield made
     made.close()
 
@@ -43,7 +44,6 @@ def test_a_large_body_is_read_by_this_process(aside: Aside) -> None:
     assert aside.run(eval, PID) not in (os.getpid(), None)
     assert aside.run(eval, b"len(given)", {"given": b"x" * 2**22}) == 2**22, "more than a pipe holds"
     assert aside.run(eval, b"'x' * 2**22" + b" " * 2**22) == "x" * 2**22
-    assert not aside.run(eval, b"'torch' in __import__('sys').modules"), "it takes 200 MB and a second"
     assert aside.run(eval, b"print('a line') or 5") == 5, "a line stands within an answer"
     assert aside.run(eval, b"given", {"given": HTTPStatus}) is HTTPStatus
 
@@ -62,6 +62,7 @@ def test_an_error_arrives_as_another(aside: Aside, error: Exception) -> None:
     assert (str(caught.value), vars(caught.value)) == (str(error), vars(error))
     with pytest.raises(Refusal, match=r"^\[INVALID_ARG\] the body is no JSON"):
         aside.run(check_content, b"{", b"POST /v2/models/m/generate HTTP/1.1")
+    assert not aside.run(eval, b"'torch' in __import__('sys').modules"), "it takes 200 MB and a second"
     with pytest.raises(RuntimeError, match="Local: what no pickle holds"):
         aside.run(eval, b"(_ for _ in ()).throw(type('Local', (Exception,), {})('what no pickle holds'))")
 
@@ -101,6 +102,21 @@ def test_closing_waits_for_a_body() -> None:
     assert errors and not is_there(pid)
     with pytest.raises(Lost):
         aside.run(eval, PID)
+
+
+def test_what_it_knows_is_pickled_while_somebody_waits() -> None:
+    """A tokenizer of 250,000 tokens, with Python's lock held."""
+    pickled: list[bool] = []
+
+    class Tokenizer:
+        def __reduce__(self) -> tuple[type[int], tuple[int]]:
+            pickled.append(True)
+            return int, (5,)
+
+    aside = Aside({"a tokenizer": Tokenizer()})
+    assert pickled == [True]
+    assert aside.run(eval, PID) and aside.run(eval, PID) and pickled == [True]
+    aside.close()
 
 
 def test_what_is_dear_is_read_here() -> None:

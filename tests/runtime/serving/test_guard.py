@@ -167,6 +167,18 @@ def test_chunks_of_one_byte_hold_up_all_answers() -> None:
         asyncio.run(turns(MOST_CHUNKS + 1))
 
 
+def test_a_body_of_the_largest_size_is_too_large(
+    guard: Guard, upstream: Upstream, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(guards, "MAX_BODY", 100)
+    for size, status in ((100, b"200"), (101, b"413")):
+        body = b"{%b}" % (b" " * (size - 2))
+        chunk = b"%x\r\n%b\r\n0\r\n\r\n" % (size, body)
+        plain = b"Content-Length: %d\r\n\r\n%b" % (size, body)
+        for framed in (plain, b"Transfer-Encoding: chunked\r\n\r\n" + chunk):
+            assert said(guard, POST + framed).startswith(b"HTTP/1.1 " + status), (size, framed)
+
+
 GET = b"GET /x HTTP/1.1"
 
 

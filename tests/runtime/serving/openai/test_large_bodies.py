@@ -1,6 +1,7 @@
 """While one caller's large body is read, the event loop serves the others."""
 
 import json
+import re
 import sys
 import threading
 import weakref
@@ -15,8 +16,9 @@ from kit.scripted_triton import ScriptedTriton, script
 from kit.served import until
 
 from hemiola.runtime.api import Logprob
+from hemiola.runtime.serving import json_size
 from hemiola.runtime.serving.aside import Aside
-from hemiola.runtime.serving.openai import app, readers, work
+from hemiola.runtime.serving.openai import app, body, readers, work
 from hemiola.runtime.serving.openai.body import Bodies
 from hemiola.runtime.serving.openai.front import Front
 from hemiola.runtime.serving.openai.prompt import PromptScores
@@ -143,6 +145,29 @@ def test_prompts_are_sent_for_each_choice_without_a_limit(
     assert f"prompts x n are {total} tokens" in error["message"], error
 
 
+@pytest.mark.parametrize("route", ["completions", "chat/completions"])
+def test_the_log_probabilities_of_a_whole_answer_are_held_without_a_limit(
+    start: Callable[..., Front], triton: ScriptedTriton, monkeypatch: pytest.MonkeyPatch, route: str
+) -> None:
+    monkeypatch.setattr(work, "MOST_SCORES", 1050)
+    triton.script = script("ok")
+    url, is_chat = f"{start().url}/{route}", route.startswith("chat")
+    asked: dict[str, Any] = {"model": "tiny", "max_tokens": 50, "n": 10}
+    asked |= {"messages": [USER], "logprobs": True} if is_chat else {"prompt": "a", "logprobs": 0}
+    best = "top_logprobs" if is_chat else "logprobs"
+    more = asked | {best: 1, "n": 11}
+    assert requests.post(url, json=asked | {best: 1}, timeout=60).status_code == 200
+    assert requests.post(url, json=more | {"stream": True}, timeout=60).status_code == 200
+    refused = requests.post(url, json=more, timeout=60)
+    error = refused.json()["error"]
+    assert (refused.status_code, error["param"]) == (400, best)
+    assert error["message"] == (
+        f"{best} of 550 tokens may be 1100, the limit is 1050; stream, or lower n or max_tokens"
+    )
+    all_of_it = more | {"max_tokens": 10**6, "n": 1}  # that the context holds
+    assert requests.post(url, json=all_of_it, timeout=60).status_code == 200
+
+
 class Gate:
     """Holds each call of a function up until it is opened."""
 
@@ -200,6 +225,51 @@ def test_a_large_body_holds_up_everybody_while_it_is_read(
     if too_long:
         assert answer.result().json()["error"]["code"] == "context_length_exceeded"
         assert not triton.requests
+
+
+SOME_TOOL = {
+    "type": "function",
+    "function": {"name": "f", "parameters": {"properties": {"a": {"type": "integer"}}}},
+}
+ANY_SIZE = [
+    ("completions", {"prompt": ["a", "bc"], "n": 2, "logprobs": 1, "echo": True}),
+    ("completions", {"prompt": [5, 6], "return_token_ids": True, "stream": True}),
+    ("completions", {"prompt": "a", "logit_bias": {"x": 1}}),
+    ("completions", {"model": "nobody", "prompt": "a"}),
+    ("completions", {"prompt": "a", "max_tokens": 0}),
+    ("chat/completions", {"messages": [USER], "tools": [SOME_TOOL], "logprobs": True, "top_logprobs": 1}),
+    ("chat/completions", {"messages": [USER], "tools": [SOME_TOOL], "stream": True}),
+    ("chat/completions", {"messages": [USER], "structured_outputs": {"regex": 5}}),
+    ("responses", {"input": "hi", "metadata": {"a": "b"}, "stream": True}),
+    ("responses", {"input": [USER], "tools": [{"type": "function", "name": "f"}], "tool_choice": "required"}),
+    ("../tokenize", {"messages": [USER], "return_token_strs": True}),
+    ("../detokenize", {"tokens": [5, 10**6]}),
+]
+
+
+def test_a_large_body_has_another_answer_than_a_small_one(
+    start: Callable[..., Front], triton: ScriptedTriton, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All that becomes of it comes from another process."""
+    said = ["<tool_call>\n<function=f>\n<para", "meter=a>\n5\n</parameter>\n</function>\n</tool_call>"]
+    triton.script = [replace(piece, logprobs=[Logprob(7, -1.0, ((7, -1.0),))]) for piece in script(*said)]
+    front = start()
+
+    def answer(route: str, given: dict) -> tuple[int, list[str], str, list[Any]]:
+        before = len(triton.requests)
+        found = requests.post(f"{front.url}/{route}", json={"model": "tiny"} | given, timeout=60)
+        text = re.sub(r"[a-z]+[-_][0-9a-f]{24,}|\"created(_at)?\": ?\d+", "", found.text)
+        sent = [
+            (one.inputs, one.raw_input_contents, dict(one.parameters)) for one in triton.requests[before:]
+        ]
+        headers = [name for name in found.headers if name != "Date"]
+        return found.status_code, headers, text, sorted(map(str, sent))
+
+    small = [answer(*one) for one in ANY_SIZE]
+    monkeypatch.setattr(json_size, "MUCH", (0, 0, 0))
+    monkeypatch.setattr(work, "parse", None)
+    assert [answer(*one) for one in ANY_SIZE] == small
+    assert {status for status, *_ in small} == {200, 400, 404}
 
 
 @pytest.mark.parametrize(
@@ -294,6 +364,32 @@ def test_a_long_prompt_waits_behind_the_largest(
     assert post(f"{front.url}/completions", medium).result().status_code == 200
     gate.opened.set()
     assert {answer.result().status_code for answer in answers} == {400}
+
+
+def test_bodies_that_wait_to_be_read_fill_the_memory(
+    start: Callable[..., Front],
+    triton: ScriptedTriton,
+    gate: Gate,
+    post: Callable[..., "Future[requests.Response]"],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Those that were whole were not counted, and one is read at a time."""
+    triton.script = script("ok")
+    monkeypatch.setattr(Aside, "run", gate.around(lambda _, function, body, *more: function(body, *more)))
+    monkeypatch.setattr(body, "MOST_BODIES", 3)
+    bodies = Bodies(100_000)
+    monkeypatch.setattr(app, "Bodies", lambda _: bodies)
+    front = start()
+    url = f"{front.url}/completions"
+    large = json.dumps({"model": "tiny", "prompt": [5] * 33_000}).encode()  # of at most 100,000 bytes
+    answers = [post(url, large) for _ in range(3)]
+    until(lambda: bodies._num_bytes == 3 * len(large) and not bodies.num_reading)
+    assert requests.post(url, data=large, timeout=60).status_code == 429
+    assert requests.post(url, json={"model": "tiny", "prompt": "a"}, timeout=60).status_code == 200
+    gate.opened.set()
+    assert {answer.result().status_code for answer in answers} == {400}  # for its length
+    assert requests.post(url, data=large, timeout=60).status_code == 400
+    assert bodies._num_bytes == 0
 
 
 def test_a_caller_that_left_is_read_on(

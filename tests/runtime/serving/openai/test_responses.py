@@ -16,7 +16,7 @@ from hemiola.runtime.serving.openai.answer import Expected
 from hemiola.runtime.serving.openai.errors import ApiError
 from hemiola.runtime.serving.openai.front import Front
 from hemiola.runtime.serving.openai.model import ServedModel
-from hemiola.runtime.serving.openai.reply import ENCODER
+from hemiola.runtime.serving.openai.parts import ENCODER
 from hemiola.runtime.serving.openai.response_reply import ResponseChoice, ResponseReply
 from hemiola.runtime.serving.openai.responses import (
     InputMessage,
