@@ -317,6 +317,53 @@ def test_a_weight_of_ranks_in_an_engine_of_one_is_a_traceback(stranger: Stranger
         assert "weights has group, but tp is 1" in stranger.outcome()["refused"]
 
 
+def test_pieces_in_an_engine_that_has_a_program_pass_its_checks(stranger: Stranger) -> None:
+    """Ops would run on whatever stands there, and of a target of which opening is said to be safe."""
+    content = stranger.content()
+    op = {"kind": "op", "name": "norm", "inputs": ["w"], "outputs": ["x"], "constants": []}
+    content["segments"][0] |= {"pieces": [op], "compiler": "onnxruntime 1.0"}
+    (stranger.dir / FILE).write_text(json.dumps(content))
+    assert "has pieces, target is torch" in stranger.outcome()["refused"]
+
+
+@pytest.fixture
+def cut(tiny_engine: Callable[..., Path], tmp_path: Path, opener: Opener) -> Stranger:
+    pytest.importorskip("onnxruntime")
+    return Stranger(tiny_engine("nemotron_h_moe", target="onnxruntime"), tmp_path, opener)
+
+
+def test_pieces_that_do_not_follow_from_each_other_are_tracebacks(cut: Stranger) -> None:
+    content = cut.content()
+    segment = content["segments"][0]
+    part, op, view = (
+        next(n for n, piece in enumerate(segment["pieces"]) if piece["kind"] == kind)
+        for kind in ("part", "op", "view")
+    )
+    node = next(n for n, node in enumerate(segment["nodes"]) if node["op"] == segment["pieces"][op]["name"])
+    for path, value, said in (
+        (("pieces",), [], "has no pieces, target is onnxruntime"),
+        (("compiler",), "tensorrt 10.9", "compiler is 'tensorrt 10.9', target is onnxruntime"),
+        (("compiler",), "", "compiler is '', target is onnxruntime"),
+        (("pieces", part, "inputs"), segment["pieces"][part]["inputs"][1:], "inputs, the manifest gives"),
+        (("pieces", part, "inputs", 0), "lost", "reads 'lost', which nothing has computed"),
+        (("pieces", part, "outputs", 0), segment["inputs"][0], "which is there already"),
+        (("pieces", op, "name"), "lost", "lost is no op, or another one than"),
+        (("pieces", op, "inputs"), [], "takes and gives"),
+        (("pieces", op, "outputs"), [], "takes and gives"),
+        (("pieces", op, "constants"), [1.5], "takes and gives"),
+        (("pieces", op, "kind"), "view", "is no view with"),
+        (("pieces", view, "name"), "numpy", "is no view with"),
+        (("pieces", view, "constants"), ["x"], "is no view with"),
+        (("nodes", node, "form"), "reference", "has no form 'reference' on cpu"),
+        (("nodes", node, "op"), "lost", "is no op, or another one than lost"),
+        (("inputs", 0), "lost", "its inputs are"),
+        (("outputs", 0), "lost", "its outputs are"),
+        (("outputs",), segment["outputs"][:1], "its outputs are"),
+    ):
+        (cut.dir / FILE).write_text(json.dumps(put(content, ("segments", 0, *path), value)))
+        assert said in cut.outcome().get("refused", "nothing"), path
+
+
 @pytest.fixture
 def quantised(tiny_engine: Callable[..., Path], tmp_path: Path, opener: Opener) -> Stranger:
     return Stranger(tiny_engine("qwen3_5", quantize="int4", draft_head="fp8"), tmp_path, opener)
