@@ -346,6 +346,7 @@ def test_pieces_that_do_not_follow_from_each_other_are_tracebacks(cut: Stranger)
         (("pieces",), [], "has no pieces, target is onnxruntime"),
         (("compiler",), "tensorrt 10.9", "compiler is 'tensorrt 10.9', target is onnxruntime"),
         (("compiler",), "", "compiler is '', target is onnxruntime"),
+        (("compiler",), "onnxruntime", "compiler is 'onnxruntime', target is onnxruntime"),
         (("pieces", part, "inputs"), segment["pieces"][part]["inputs"][1:], "inputs, the manifest gives"),
         (("pieces", part, "inputs", 0), "lost", "reads 'lost', which nothing has computed"),
         (("pieces", part, "outputs", 0), segment["inputs"][0], "which is there already"),

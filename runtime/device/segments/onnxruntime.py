@@ -5,7 +5,7 @@ from pathlib import Path
 
 import torch
 
-from hemiola.runtime.errors import Refused
+from hemiola.runtime.errors import Refused, one_line
 
 
 def opener(compiler: str) -> Callable[[Path], "OnnxPart"]:
@@ -29,7 +29,7 @@ class OnnxPart:
             providers = ["CPUExecutionProvider"]
             self._session = onnxruntime.InferenceSession(str(path), options, providers=providers)
         except Exception as error:  # onnxruntime's errors share no base class
-            message = f"{path} cannot be loaded ({error})"
+            message = f"{path} cannot be loaded ({one_line(error)})"
             raise Refused("damaged", message=message, way_out="run build-engine again") from None
         self._names = [value.name for value in self._session.get_inputs()]
 
