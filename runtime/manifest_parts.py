@@ -79,7 +79,7 @@ class State(Frozen):
 
     name: Word
     kind: Literal["page", "slot"]
-    shape: tuple[Count, ...] = Field(max_length=8)  # of one page or one slot
+    shape: tuple[Count, ...] = Field(min_length=1, max_length=8)  # of one page or one slot
     dtype: Dtype
 
 

@@ -110,6 +110,13 @@ def test_a_size_of_a_profile_controls_a_terminal(stranger: Stranger) -> None:
     assert "printable characters" in stranger.outcome()["refused"]
 
 
+def test_a_state_without_sizes_is_a_traceback_when_a_prefix_is_exported(stranger: Stranger) -> None:
+    content = stranger.content()
+    content["states"].append({"name": "x", "kind": "slot", "shape": [], "dtype": "float32"})
+    (stranger.dir / FILE).write_text(json.dumps(content))
+    assert "states[" in stranger.outcome()["refused"]
+
+
 @pytest.mark.parametrize("change", ["missing", "extra", "twice"])
 def test_a_field_that_is_missing_unknown_or_there_twice_is_refused_by_name(
     stranger: Stranger, change: str
