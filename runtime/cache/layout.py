@@ -157,11 +157,11 @@ def _at_edge(
         return
     if what == "state":
         kept = num_lines
-    elif what == "conv" and num_lines > ring:
+    elif what == "conv" and len(rest) == 1 and num_lines > ring:
         kept = num_lines - ring
     elif state.name == HIDDEN:
         kept = 1
-    elif what == "conv":  # of width 1
+    elif what == "conv" and len(rest) == 1:  # of width 1
         return
     else:
         message = f"nobody knows what of the state {state.name} stands at an edge"

@@ -110,11 +110,21 @@ def test_a_size_of_a_profile_controls_a_terminal(stranger: Stranger) -> None:
     assert "printable characters" in stranger.outcome()["refused"]
 
 
-def test_a_state_without_sizes_is_a_traceback_when_a_prefix_is_exported(stranger: Stranger) -> None:
+@pytest.mark.parametrize(
+    ("name", "shape", "said"),
+    [
+        ("x", [], "states["),
+        ("layers.9.conv", [99], "nobody knows what of the state layers.9.conv stands at an edge"),
+        ("layers.9.conv", [9, 9, 9], "nobody knows what of the state layers.9.conv stands at an edge"),
+    ],
+)
+def test_a_state_of_other_sizes_is_a_traceback_when_a_prefix_is_exported(
+    stranger: Stranger, name: str, shape: list[int], said: str
+) -> None:
     content = stranger.content()
-    content["states"].append({"name": "x", "kind": "slot", "shape": [], "dtype": "float32"})
+    content["states"].append({"name": name, "kind": "slot", "shape": shape, "dtype": "float32"})
     (stranger.dir / FILE).write_text(json.dumps(content))
-    assert "states[" in stranger.outcome()["refused"]
+    assert said in stranger.outcome()["refused"]
 
 
 @pytest.mark.parametrize("change", ["missing", "extra", "twice"])
