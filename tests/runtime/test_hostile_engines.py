@@ -374,7 +374,7 @@ def test_pieces_that_do_not_follow_from_each_other_are_tracebacks(cut: Stranger)
         (("pieces", op, "kind"), "view", "is no view with"),
         (("pieces", view, "name"), "numpy", "is no view with"),
         (("pieces", view, "constants"), ["x"], "is no view with"),
-        (("nodes", node, "form"), "reference", "has no form 'reference' on cpu"),
+        (("nodes", node, "form"), "reference", "has no form 'reference' here"),
         (("nodes", node, "op"), "lost", "is no op, or another one than lost"),
         (("inputs", 0), "lost", "its inputs are"),
         (("outputs", 0), "lost", "its outputs are"),

@@ -79,14 +79,14 @@ class CutSegment:
 def check_pieces(segment: Segment) -> None:
     """Raises Refused where pieces do not follow from each other. What a part does, nobody can tell."""
     known = {*segment.weights, *segment.states, *segment.inputs}
-    device = "cpu" if MODULES[segment.compiler.split()[0]] == "onnxruntime" else "cuda"
+    on_cpu = MODULES[segment.compiler.split()[0]] == "onnxruntime"
     forms = iter(segment.nodes)
     if tuple(segment.inputs) != tuple(INPUTS[segment.name]):
         raise _damaged(segment, f"its inputs are {shown(list(segment.inputs))}")
     for piece in segment.pieces:
         if lost := [name for name in piece.inputs if name not in known]:
             raise _damaged(segment, f"{piece.name} reads {shown(lost[0])}, which nothing has computed")
-        if wrong := _wrong_op(piece, next(forms, None), device) if piece.kind == "op" else _wrong_view(piece):
+        if wrong := _wrong_op(piece, next(forms, None), on_cpu) if piece.kind == "op" else _wrong_view(piece):
             raise _damaged(segment, f"{piece.name} {wrong}")
         if twice := [name for name in piece.outputs if name in known]:
             raise _damaged(segment, f"{piece.name} computes {shown(twice[0])}, which is there already")
@@ -95,12 +95,12 @@ def check_pieces(segment: Segment) -> None:
         raise _damaged(segment, f"its outputs are {shown(list(segment.outputs))}")
 
 
-def _wrong_op(piece: SegmentPiece, node: OpNode | None, device: str) -> str:
+def _wrong_op(piece: SegmentPiece, node: OpNode | None, on_cpu: bool) -> str:
     op = OPS.get(piece.name)
     if op is None or node is None or node.op != op.name:
         return f"is no op, or another one than {node and node.op}"
-    if node.form not in {form.name for form in op.forms if form.device == device}:
-        return f"has no form {node.form!r} on {device}"
+    if node.form not in {form.name for form in op.forms if form.device == "cpu" or not on_cpu}:
+        return f"has no form {node.form!r} here"
     taken, given = (len(op.args), len(op.results)), (len(piece.inputs), len(piece.outputs))
     kinds = [type(value) for value in piece.constants]
     if taken != given or kinds != [attr.type for attr in op.attrs]:
