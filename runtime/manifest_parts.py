@@ -134,9 +134,7 @@ class SegmentPiece(Frozen):
     """One step of a segment that was cut. Values are named; each is computed once."""
 
     kind: Literal["part", "view", "op"]
-    name: (
-        Line  # of the file in parts/, of torch's view, or of the op, whose node is the next of the segment's
-    )
+    name: Line  # of the file in parts/, of torch's view, or of the op; its node is the segment's next
     inputs: tuple[Line, ...]
     outputs: tuple[Line, ...]
     constants: tuple[int | float | Line | bool, ...] = ()  # sizes of a view, attributes of an op
