@@ -83,9 +83,8 @@ def locate(path: Path, revision: str | None, report: Report) -> Origin:
             raise Refused("not_found", message=message, way_out="name a checkpoint in safetensors")
         _refuse_large(repo, sizes)
         bar = _bar(report, repo, CONFIG, sizes[CONFIG])
-        named = Path(
-            hf_hub_download(repo, CONFIG, revision=revision, tqdm_class=bar)
-        )  # the cache keeps what the name means
+        # the cache keeps what the name means
+        named = Path(hf_hub_download(repo, CONFIG, revision=revision, tqdm_class=bar))
         if named.parent.name != commit:
             message = f"{repo} on {constants.ENDPOINT} has just changed"
             raise Refused("failed", message=message, way_out="build again")

@@ -223,6 +223,12 @@ def _contradictions(manifest: Manifest) -> Iterator[str]:
                 for name, count in Counter(names).items()
                 if count > 1
             )
+        if bool(segment.pieces) != (manifest.target != "torch"):  # none of a program's checks look at pieces
+            has = "pieces" if segment.pieces else "no pieces"
+            yield f"segments.{segment.name} has {has}, target is {manifest.target}"
+        compiler = segment.compiler.split(" ")
+        if segment.pieces and (len(compiler) != 2 or compiler[0] != manifest.target):
+            yield f"segments.{segment.name}.compiler is {segment.compiler!r}, target is {manifest.target}"
         if GROUP in segment.weights and manifest.tp == 1:
             yield f"segments.{segment.name}.weights has {GROUP}, but tp is 1"
         lost = [name for name in segment.states if name not in states]

@@ -79,7 +79,7 @@ class State(Frozen):
 
     name: Word
     kind: Literal["page", "slot"]
-    shape: tuple[Count, ...] = Field(max_length=8)  # of one page or one slot
+    shape: tuple[Count, ...] = Field(min_length=1, max_length=8)  # of one page or one slot
     dtype: Dtype
 
 
@@ -134,9 +134,7 @@ class SegmentPiece(Frozen):
     """One step of a segment that was cut. Values are named; each is computed once."""
 
     kind: Literal["part", "view", "op"]
-    name: (
-        Line  # of the file in parts/, of torch's view, or of the op, whose node is the next of the segment's
-    )
+    name: Line  # of the file in parts/, of torch's view, or of the op; its node is the segment's next
     inputs: tuple[Line, ...]
     outputs: tuple[Line, ...]
     constants: tuple[int | float | Line | bool, ...] = ()  # sizes of a view, attributes of an op

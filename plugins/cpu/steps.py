@@ -106,15 +106,15 @@ class RecordedStep:
         run_all([(self, given)])
 
     def room(self, sizes: Mapping[str, int]) -> int:
-        """Bytes of its arena at these sizes."""
-        return evaluate(self._arena_bytes, sizes)
+        """Bytes that it takes at these sizes: its arena, and scratch memory of each thread."""
+        return evaluate(self._arena_bytes, sizes) + usual_threads() * self._scratch
 
     def _prepare(self, given: dict[str, int]) -> None:
         sizes = tuple(map(given.get, self._sizes))
         if sizes not in self._fitting:
             if len(self._fitting) == MOST_KNOWN:
                 self._fitting.clear()
-            self._make_room(self.room(given))
+            self._make_room(evaluate(self._arena_bytes, given))
             self._fitting.add(sizes)
 
     def _check(self) -> None:

@@ -196,7 +196,7 @@ def _at_edge(
     elif state.name == HIDDEN:  # each rank has all of it
         part = _Part(NamedShape(state.name, state.dtype, (1, *rest)), 1, 1)
         yield _SlotPart(part, start, line_bytes, num_lines, 1, slice(0, line_bytes))
-    elif what == "conv":
+    elif what == "conv" and len(rest) == 1:
         num_kept, item, first = num_lines - ring, line_bytes // rest[0], 0
         parts = _conv_parts(layer, rest[0], shapes)
         for name, width in parts if num_kept > 0 else []:  # else of width 1

@@ -19,8 +19,8 @@ from typing import Any
 
 ROOM = 3 * 2**30  # bytes of addresses that an engine may take beside what the imports took
 LIMIT_S = 120  # a hang; an engine opens in a fraction of a second
-OPTIONS: dict[str, Any] = {"max_rows": 2, "num_pages": 40, "prefix_cache": False}
-PROMPT, NUM_TOKENS = [5, 6, 7, 8, 9, 10, 11], 8
+OPTIONS: dict[str, Any] = {"max_rows": 2, "num_pages": 40, "host_cache_bytes": 2**22}
+PROMPT, NUM_TOKENS = list(range(5, 45)), 8  # more than a page, so that a prefix is stored
 CHAT = [{"role": "user", "content": "def f(x): return"}]
 
 
@@ -79,6 +79,8 @@ def _outcome(engine_dir: str) -> dict[str, Any]:
         with LLM(engine_dir, **OPTIONS) as llm:
             params = SamplingParams(max_tokens=NUM_TOKENS, ignore_eos=True, temperature=0)
             (output,) = llm.generate([PROMPT], params)
+            packed = llm.export_prefix(PROMPT)
+            llm.import_prefix(packed)
             said = llm.chat_text(CHAT) if llm.manifest.has_tokenizer else ""
             return {"tokens": list(output.token_ids), "text": output.text, "chat": said}
     except Refused as error:

@@ -124,6 +124,13 @@ def test_what_is_wanted_at_once_never_lies_in_one_place(spans: list[tuple[int, i
             assert one is other or not together or first + size <= start or start + length <= first
 
 
+def test_a_step_takes_scratch_memory_that_nobody_counts(threads: int) -> None:
+    recorder = Recorder()
+    value = recorder.empty(T, 16, dtype=torch.int32)
+    recorder.call(_next, T, 0, value, value, scratch=2**20)
+    assert RecordedStep(recorder, ["T"]).room({"T": 3}) == 3 * 64 + threads * 2**20
+
+
 def test_a_fault_ends_the_step_with_its_message_and_no_other_call_runs(threads: int) -> None:
     recorder, out = Recorder(), torch.zeros(4, dtype=torch.int32)
     case = Case(ValueError, "seven is {0}")

@@ -9,11 +9,13 @@ from pathlib import Path
 from typing import Any, cast, get_args
 
 import pytest
+import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from kit.hostile import Opener
 from kit.stranger import DEEP, WRONG, Stranger, all_places, places, put
 from pydantic import BaseModel
+from safetensors.torch import load_file, save_file
 
 from hemiola.runtime import manifest
 from hemiola.runtime.errors import Refused
@@ -106,6 +108,23 @@ def test_a_size_of_a_profile_controls_a_terminal(stranger: Stranger) -> None:
     content["segments"][0]["profiles"] = [{"name": "decode", "sizes": {"\x1b]0;a\x07": [1, 2, 3]}}]
     (stranger.dir / FILE).write_text(json.dumps(content))
     assert "printable characters" in stranger.outcome()["refused"]
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "said"),
+    [
+        ("x", [], "states["),
+        ("layers.9.conv", [99], "nobody knows what of the state layers.9.conv stands at an edge"),
+        ("layers.9.conv", [9, 9, 9], "nobody knows what of the state layers.9.conv stands at an edge"),
+    ],
+)
+def test_a_state_of_other_sizes_is_a_traceback_when_a_prefix_is_exported(
+    stranger: Stranger, name: str, shape: list[int], said: str
+) -> None:
+    content = stranger.content()
+    content["states"].append({"name": name, "kind": "slot", "shape": shape, "dtype": "float32"})
+    (stranger.dir / FILE).write_text(json.dumps(content))
+    assert said in stranger.outcome()["refused"]
 
 
 @pytest.mark.parametrize("change", ["missing", "extra", "twice"])
@@ -317,6 +336,54 @@ def test_a_weight_of_ranks_in_an_engine_of_one_is_a_traceback(stranger: Stranger
         assert "weights has group, but tp is 1" in stranger.outcome()["refused"]
 
 
+def test_pieces_in_an_engine_that_has_a_program_pass_its_checks(stranger: Stranger) -> None:
+    """Ops would run on whatever stands there, and of a target of which opening is said to be safe."""
+    content = stranger.content()
+    op = {"kind": "op", "name": "norm", "inputs": ["w"], "outputs": ["x"], "constants": []}
+    content["segments"][0] |= {"pieces": [op], "compiler": "onnxruntime 1.0"}
+    (stranger.dir / FILE).write_text(json.dumps(content))
+    assert "has pieces, target is torch" in stranger.outcome()["refused"]
+
+
+@pytest.fixture
+def cut(tiny_engine: Callable[..., Path], tmp_path: Path, opener: Opener) -> Stranger:
+    pytest.importorskip("onnxruntime")
+    return Stranger(tiny_engine("nemotron_h_moe", target="onnxruntime"), tmp_path, opener)
+
+
+def test_pieces_that_do_not_follow_from_each_other_are_tracebacks(cut: Stranger) -> None:
+    content = cut.content()
+    segment = content["segments"][0]
+    part, op, view = (
+        next(n for n, piece in enumerate(segment["pieces"]) if piece["kind"] == kind)
+        for kind in ("part", "op", "view")
+    )
+    node = next(n for n, node in enumerate(segment["nodes"]) if node["op"] == segment["pieces"][op]["name"])
+    for path, value, said in (
+        (("pieces",), [], "has no pieces, target is onnxruntime"),
+        (("compiler",), "tensorrt 10.9", "compiler is 'tensorrt 10.9', target is onnxruntime"),
+        (("compiler",), "", "compiler is '', target is onnxruntime"),
+        (("compiler",), "onnxruntime", "compiler is 'onnxruntime', target is onnxruntime"),
+        (("pieces", part, "inputs"), segment["pieces"][part]["inputs"][1:], "inputs, the manifest gives"),
+        (("pieces", part, "inputs", 0), "lost", "reads 'lost', which nothing has computed"),
+        (("pieces", part, "outputs", 0), segment["inputs"][0], "which is there already"),
+        (("pieces", op, "name"), "lost", "lost is no op, or another one than"),
+        (("pieces", op, "inputs"), [], "takes and gives"),
+        (("pieces", op, "outputs"), [], "takes and gives"),
+        (("pieces", op, "constants"), [1.5], "takes and gives"),
+        (("pieces", op, "kind"), "view", "is no view with"),
+        (("pieces", view, "name"), "numpy", "is no view with"),
+        (("pieces", view, "constants"), ["x"], "is no view with"),
+        (("nodes", node, "form"), "reference", "has no form 'reference' here"),
+        (("nodes", node, "op"), "lost", "is no op, or another one than lost"),
+        (("inputs", 0), "lost", "its inputs are"),
+        (("outputs", 0), "lost", "its outputs are"),
+        (("outputs",), segment["outputs"][:1], "its outputs are"),
+    ):
+        (cut.dir / FILE).write_text(json.dumps(put(content, ("segments", 0, *path), value)))
+        assert said in cut.outcome().get("refused", "nothing"), path
+
+
 @pytest.fixture
 def quantised(tiny_engine: Callable[..., Path], tmp_path: Path, opener: Opener) -> Stranger:
     return Stranger(tiny_engine("qwen3_5", quantize="int4", draft_head="fp8"), tmp_path, opener)
@@ -440,3 +507,78 @@ def scrambled(content: Any, dice: random.Random) -> Any:
         except (KeyError, IndexError, TypeError):
             continue  # an earlier change took this place away
     return content
+
+
+NUMBERS = (-(2**31) + 1, -4096, -16, -1, 0, 1, 2, 3, 7, 16, 64, 2**31 - 1)
+NARROW = (torch.bfloat16, torch.float16, torch.uint8, torch.float8_e4m3fn)
+
+
+@given(dice=st.randoms(use_true_random=False), segment=st.sampled_from((0, 1)), dtype=st.sampled_from(NARROW))
+@settings(FUZZ, max_examples=max(settings().max_examples // 2, 1))
+def test_calls_that_are_put_into_a_program_are_refused_or_run(
+    stranger: Stranger, dice: random.Random, segment: int, dtype: torch.dtype
+) -> None:
+    """Calls of torch's on any values, a weight of narrow numbers among them, and attributes of ours that no
+    model has. A kernel that reads or writes outside of a tensor ends the process sooner or later."""
+    stranger.reset()
+    content, weight = stranger.content(), torch.ones(1024, 1024).to(dtype)
+    described = content["segments"][segment]
+    place = len(described["weights"])
+    described["weights"].append("mine")
+    (stranger.dir / FILE).write_text(json.dumps(content))
+    weights = load_file(stranger.source / "weights.safetensors") | {"mine": weight}
+    save_file(weights, stranger.dir / "weights.safetensors")
+    lines = program_lines((stranger.source / described["file"]).read_bytes())
+    lines.insert(place, ["mine", "", [], {"dtype": str(dtype).removeprefix("torch.")}, [*weight.shape]])
+    grown = with_calls(lines, dice)
+    stranger.change(described["file"], lambda _: "\n".join(map(json.dumps, grown)).encode())
+    stranger.outcome()
+
+
+def with_calls(lines: list[list[Any]], dice: random.Random) -> list[list[Any]]:
+    first = next(n for n, line in enumerate(lines) if line[1])
+    if dice.random() < 0.5:  # what is declared of results would give most changes away
+        lines = [line if line[1] == "" else line[:3] for line in lines]
+    for number in range(dice.choice([1, 1, 2, 3])):
+        at = dice.randrange(first, len(lines) - 1)
+        known = ["mine", *(line[0] for line in lines[max(at - 12, 0) : at])]
+        x, y = ({"node": dice.choice(known)} for _ in range(2))
+        n, dim = dice.choice(NUMBERS), dice.choice([0, 1, 1, 1, 2, -1])
+        called, args = dice.choice(
+            [
+                ("relu.default", [x]), ("add.Tensor", [x, y]), ("mul.Tensor", [x, x]),
+                ("cat.default", [[x, y, x], dim]), ("split.Tensor", [x, n, dim]),
+                ("chunk.default", [x, n, dim]), ("unsqueeze.default", [x, dim]),
+                ("view.default", [x, [-1, n]]), ("view.default", [x, [-1, n, 16]]),
+                ("index_select.default", [x, dim, y]), ("to.dtype", [x, {"dtype": "bfloat16"}]),
+            ]
+        )  # fmt: skip
+        name = f"new_{number}"
+        lines.insert(at, [name, f"aten.{called}", args])
+        if called in ("split.Tensor", "chunk.default"):
+            lines.insert(at + 1, [f"{name}_0", "operator.getitem", [{"node": name}, dice.choice([0, 1, -1])]])
+            name += "_0"
+        taker = dice.choice(lines[at:-1])
+        values = [n for n, arg in enumerate(taker[2]) if isinstance(arg, dict) and taker[0] != name]
+        if values and dice.random() < 0.7:
+            taker[2][dice.choice(values)] = {"node": name}
+    numbered = [
+        line for line in lines if line[1].startswith("hemiola.") and type(line[2][-1]) in (int, float)
+    ]
+    if dice.random() < 0.5:
+        args = dice.choice(numbered)[2]
+        places = [n for n, arg in enumerate(args) if type(arg) in (int, float, bool)]
+        place = dice.choice(places)
+        args[place] = type(args[place])(dice.choice(NUMBERS))
+    return lines
+
+
+@given(dice=st.randoms(use_true_random=False), name=st.sampled_from((*NAMES[:3], "draft.jsonl")))
+@settings(FUZZ, max_examples=max(settings().max_examples // 2, 1))
+def test_files_of_quantised_weights_that_change_and_are_signed_anew_are_refused_or_answer(
+    quantised: Stranger, dice: random.Random, name: str
+) -> None:
+    quantised.reset()
+    change = flipped if dice.random() < 0.3 else mutated
+    quantised.change(name, lambda data: change(data, dice))
+    quantised.outcome()

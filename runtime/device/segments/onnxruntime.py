@@ -1,11 +1,11 @@
 """Parts under onnxruntime on a CPU: the double of a GPU's engines."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
 
-from hemiola.runtime.errors import Refused
+from hemiola.runtime.errors import Refused, one_line
 
 
 def opener(compiler: str) -> Callable[[Path], "OnnxPart"]:
@@ -29,10 +29,14 @@ class OnnxPart:
             providers = ["CPUExecutionProvider"]
             self._session = onnxruntime.InferenceSession(str(path), options, providers=providers)
         except Exception as error:  # onnxruntime's errors share no base class
-            message = f"{path} cannot be loaded ({error})"
+            message = f"{path} cannot be loaded ({one_line(error)})"
             raise Refused("damaged", message=message, way_out="run build-engine again") from None
         self._names = [value.name for value in self._session.get_inputs()]
 
-    def __call__(self, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
+    @property
+    def num_inputs(self) -> int:
+        return len(self._names)
+
+    def __call__(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         arrays = {name: tensor.numpy() for name, tensor in zip(self._names, inputs, strict=True)}
         return [torch.from_numpy(array) for array in self._session.run(None, arrays)]

@@ -59,6 +59,10 @@ class TensorRtPart:
         ]
         self._contexts = [_context(trt, engine, i) for i in profiles]
 
+    @property
+    def num_inputs(self) -> int:
+        return len(self._inputs)
+
     def __call__(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         tensors = {name: value.contiguous() for name, value in zip(self._inputs, inputs, strict=True)}
         context = self._contexts[self._profile(tensors)]

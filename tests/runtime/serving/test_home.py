@@ -1,5 +1,6 @@
 """Folders of servers: one's own is safe, those of the dead go."""
 
+import fcntl
 import os
 import shutil
 import signal
@@ -153,6 +154,26 @@ def test_a_home_that_was_taken_for_a_dead_one_is_made_again(monkeypatch: pytest.
     remove_stale()
     assert home.beats.is_dir() and (homes.SHARED_MEMORY / f"{home.path.name}-owner").is_file()
     home.remove()
+
+
+def test_the_lock_of_an_owner_that_is_gone_is_taken_for_that_of_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another start may remove the file just before it is locked: then two would own what is there."""
+    owner, lock = tmp_path / homes.OWNER, fcntl.flock
+    owner.touch()
+
+    def replace_and_lock(file: int, how: int) -> None:
+        owner.unlink()
+        owner.touch()
+        lock(file, how)
+
+    monkeypatch.setattr(fcntl, "flock", replace_and_lock)
+    assert homes._lock(owner) is None
+    monkeypatch.setattr(fcntl, "flock", lock)
+    found = homes._lock(owner)
+    assert found is not None
+    os.close(found)
 
 
 def dead(path: Path) -> Path:
