@@ -194,7 +194,7 @@ def print_line(
     print(
         f"| {model} | {drafts} | {num} | {found.step_ms:.2f} | {found.step_ms / floor:.2f} |"
         f" {theirs:.2f} | {theirs / found.step_ms:.2f} | {speed:,.0f} | {found.steps[0]}-{found.steps[1]} |"
-        f" {found.idle:.1%} | {'equal' if same else 'OTHER TOKENS'} | {checksum(found.token_ids)} |",
+        f" {found.idle:.1%} | {checksum(found.token_ids)} | {'equal' if same else 'OTHER TOKENS'} |",
         flush=True,
     )
 
@@ -309,7 +309,7 @@ def run(asked: argparse.Namespace, folder: Path) -> None:
             f"| model | drafts | rows | ms | over floor | {THEIRS} | of ours | tokens/s | steps | idle",
             end="",
         )
-        print(" | | tokens |")
+        print(" | checksum | tokens |")
         print("|---|---|---|---|---|---|---|---|---|---|---|---|")
     for model in models if rows else ():
         kinds = [kind for kind in asked.drafts.split(",") if kind == "none" or model != "nano"]

@@ -1,7 +1,7 @@
 """Report 003's table: Qwen3.5-35B-A3B in FP8, two GPUs, MTP with 2 drafts, prefix cache, 16 requests at once.
 
     PYTHONPATH=. python3 benchmarks/gpu_report_003.py [--requests 96] [--tp 2] [--engines FOLDER] [--build]
-        [--quantize fp8|none] [--at-once 16] [--prompt 4400] [--answer 512]
+        [--quantize fp8|none] [--at-once 16] [--prompt 4400] [--answer 512] [--profile]
 
 Weights are random numbers of the real dimensions, so no head guesses what the trunk chooses. Drafts are
 judged by a fixed pattern instead, at the report's rates (85.7 % of the first drafts, 71.0 % of the second):
@@ -193,6 +193,10 @@ def decoding(llm: Any, asked: argparse.Namespace) -> None:
     prompts = (
         np.random.default_rng(3).integers(0, llm.config.vocab_size, (asked.at_once, asked.prompt)).tolist()
     )
+    if asked.profile:
+        import gpu_profile
+
+        gpu_profile.decode(llm, prompts, f"a step with {asked.at_once} rows, the first GPU")
     found = gpu_models.decode(llm, prompts, (5, 65))[0]
     params = SamplingParams(max_tokens=201, temperature=0.0, ignore_eos=True)
     before = llm.counters.num_steps
@@ -235,6 +239,7 @@ def main() -> None:
     parser.add_argument("--arch", default="sm_90", help="where there is no GPU")
     parser.add_argument("--model", type=Path, default=MODEL)
     parser.add_argument("--engines", type=Path)
+    parser.add_argument("--profile", action="store_true", help="kernels of a step, too")
     parser.add_argument("--build", action="store_true", help="build the engine, and no more")
     asked = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:

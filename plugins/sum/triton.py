@@ -86,6 +86,7 @@ def _meet(group, number, rank, stop, RANKS: tl.constexpr, WHOLE: tl.constexpr):
         post(group, number, rank, RANKS)
         for other in tl.static_range(RANKS):
             expect(group, other, number, rank, stop, RANKS)
+        tl.debug_barrier()
 
 
 @triton.jit
