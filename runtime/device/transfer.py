@@ -11,9 +11,7 @@ import torch
 from hemiola.runtime.device.pinned import PINNED
 
 ALIGNMENT = 16  # bytes
-WITH_COMMAND = (
-    2**16
-)  # bytes that CUDA sends with the command, from any memory: they wait for no copy that runs
+WITH_COMMAND = 2**16  # bytes that CUDA sends with the command: they wait for no copy that is under way
 Shapes = Sequence[tuple[tuple[int, ...], Any]]  # and dtypes of numpy, of arrays
 
 
