@@ -1,7 +1,6 @@
 """Writes down which other engines have the same bits (--same-bits): those of all that does not name ranks."""
 
 import hashlib
-import json
 from pathlib import Path
 
 import torch
@@ -23,5 +22,5 @@ def write_same_bits(engine_dir: Path, checkpoint: Path, options: Options, num_kv
     for path in sorted({path for name in READ for path in checkpoint.glob(name)}):
         with path.open("rb") as file:
             digest.update(path.name.encode() + hashlib.file_digest(file, "sha256").digest())
-    made = SameBits(digest.hexdigest(), min(options.tp, num_kv_heads))
-    (engine_dir / FILE).write_text(json.dumps(made._asdict()) + "\n")
+    made = SameBits(bits=digest.hexdigest(), num_kv_parts=min(options.tp, num_kv_heads))
+    (engine_dir / FILE).write_text(made.model_dump_json() + "\n")

@@ -87,7 +87,7 @@ class LLM:
             log.warning("%s", words)
         report("reading the tokenizer", 0, 0)
         self._text = open_text(engine_dir, self.manifest)
-        self._same_bits = load_same_bits(engine_dir, self.manifest.sha256)
+        self._same_bits = load_same_bits(engine_dir, self.manifest.sha256, self.manifest.tp)
         self._grammars = self._text and Grammars(self._text.tokenizer, self.manifest.vocab_size)
         log.info("%s", shown_sizes(self.config, self.manifest, free))
         given = engine_dir, self.manifest, self.config, self._text, device, report, followers

@@ -3,27 +3,33 @@
 Their pages and states have the same bits, so one takes the prefixes of another (cache/packed.py).
 """
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import NamedTuple
+
+from pydantic import ValidationError
 
 from hemiola.runtime.errors import Refused
+from hemiola.runtime.json_file import read_text
+from hemiola.runtime.manifest_parts import Digest, Frozen, Size
 
 FILE = "same_bits.json"
 
 
-class SameBits(NamedTuple):
-    bits: str  # sha256 of all that the bits depend on: the checkpoint, the options, the versions
-    num_kv_parts: int  # ranks that have heads of keys and values of their own
+class SameBits(Frozen):
+    bits: Digest  # of all that the bits depend on: the checkpoint, the options, the versions
+    num_kv_parts: Size  # ranks that have heads of keys and values of their own
 
 
-def load_same_bits(engine_dir: Path, sha256: Mapping[str, str]) -> SameBits | None:
+def load_same_bits(engine_dir: Path, sha256: Mapping[str, str], tp: int) -> SameBits | None:
     """sha256: of the engine's files, which were compared with it."""
     if FILE not in sha256:
         return None
+    path, way_out = engine_dir / FILE, "run build-engine again"
     try:
-        return SameBits(**json.loads((engine_dir / FILE).read_bytes()))
-    except (ValueError, TypeError):
-        message = f"{engine_dir / FILE} is not what a build writes"
-        raise Refused("damaged", message=message, way_out="run build-engine again") from None
+        found = SameBits.model_validate_json(read_text(path, way_out, 2**12), strict=True)
+    except ValidationError:
+        found = None
+    if found is None or tp % found.num_kv_parts:
+        message = f"{path} is not what a build writes for {tp} ranks"
+        raise Refused("damaged", message=message, way_out=way_out)
+    return found

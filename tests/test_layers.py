@@ -37,7 +37,7 @@ ROOMS = {
 BUILDER = {
     "checkpoint": {
         "checkpoint", "cut", "formats", "hub", "lazy", "options", "place", "random_weights", "shard",
-        "token_ids", "weights",
+        "same_bits", "token_ids", "weights",
     },
     "models": {"models"},
     "graph": {"graph", "onnx", "dequantise"},

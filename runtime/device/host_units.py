@@ -23,8 +23,9 @@ from hemiola.runtime.device.lines import StateLines
 from hemiola.runtime.device.pinned import lock, unlock
 from hemiola.runtime.device.transfer import upload_ints
 
-AT_ONCE = 2**26  # bytes of the device that a copy may take in between
-MOST_LEAVING = 2**28  # bytes of the device that wait to be copied; beyond that, steps wait for them
+AT_ONCE = 2**27  # bytes of the device that a copy may take in between
+MOST_LEAVING = 2**29  # bytes of the device that wait to be copied; beyond that, steps wait for them
+SHARE = 1024  # of a device's memory one of so many parts for a copy in between, and four for what is leaving
 
 
 class Share(NamedTuple):
@@ -54,6 +55,9 @@ class HostUnits:
         self._leaving: deque[tuple[Mark, torch.Tensor]] = deque()  # gathered, and being copied
         self._marks: dict[int, Mark] = {}  # of loads for which no step was held yet
         self._num_marks = 0
+        memory = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else 2**63
+        self._at_once = min(AT_ONCE, memory // SHARE)
+        self._most_leaving = min(MOST_LEAVING, 4 * memory // SHARE)
         self._own_bytes = self._pages.width  # this rank's, of a unit
         self.unit_bytes = share.size * self._own_bytes
         self.num_units = num_bytes // self.unit_bytes
@@ -128,7 +132,7 @@ class HostUnits:
     def _parts(
         self, page_ids: Sequence[int], units: Sequence[int]
     ) -> Iterator[tuple[Sequence[int], Sequence[int]]]:
-        most = max(1, AT_ONCE // self._own_bytes)
+        most = max(1, self._at_once // self._own_bytes)
         for first in range(0, len(page_ids), most):
             yield page_ids[first : first + most], units[first : first + most]
 
@@ -140,7 +144,7 @@ class HostUnits:
 
     def _let_go(self) -> None:
         """Of what has been copied, and of what is more than the device has for it."""
-        while self._leaving and (self._leaving[0][0].passed() or self._leaving_bytes > MOST_LEAVING):
+        while self._leaving and (self._leaving[0][0].passed() or self._leaving_bytes > self._most_leaving):
             mark, _ = self._leaving.popleft()
             self._lane.hold(mark)  # its memory is used again by steps
 

@@ -11,6 +11,7 @@ import torch
 from hemiola.runtime.device.pinned import PINNED
 
 ALIGNMENT = 16  # bytes
+WITH_COMMAND = 2**16  # bytes that CUDA sends with the command: they wait for no copy that is under way
 Shapes = Sequence[tuple[tuple[int, ...], Any]]  # and dtypes of numpy, of arrays
 
 
@@ -35,8 +36,8 @@ def send(arrays: Sequence[np.ndarray], there: torch.Tensor) -> None:
 
 
 def _lent(num_bytes: int, there: torch.Tensor) -> AbstractContextManager[torch.Tensor]:
-    """Bytes of the host to be copied to or from a tensor."""
-    if there.is_cuda:
+    """Bytes of the host to be copied to a tensor."""
+    if there.is_cuda and num_bytes > WITH_COMMAND:
         return PINNED.lend(num_bytes)
     return nullcontext(torch.empty(num_bytes, dtype=torch.uint8))
 

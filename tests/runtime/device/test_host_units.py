@@ -133,10 +133,10 @@ def test_loads_come_behind_saves_and_are_there_for_the_step_that_is_held(late: t
     units.close()
 
 
-def test_memory_that_waits_to_be_copied_has_a_limit(late: tuple, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_that_waits_to_be_copied_has_a_limit(late: tuple) -> None:
     """Steps wait for the oldest copies then."""
-    monkeypatch.setattr(host_units, "MOST_LEAVING", 40)  # bytes; a page has 12
     units, pages, _ = late
+    units._most_leaving = 40  # bytes; a page has 12
     before = as_bytes(pages)[0]
     for page_id in range(1, 9):
         units.save_pages([page_id], [page_id])

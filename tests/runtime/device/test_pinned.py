@@ -150,11 +150,14 @@ class There(torch.Tensor):
     is_cuda = True
 
 
+@pytest.mark.parametrize(("with_command", "num_blocks"), [(0, 2), (2**16, 1)])
 def test_what_goes_over_and_comes_back_is_what_was_given(
-    device: Copying, pool: Pinned, monkeypatch: pytest.MonkeyPatch
+    device: Copying, pool: Pinned, monkeypatch: pytest.MonkeyPatch, with_command: int, num_blocks: int
 ) -> None:
-    """Each in one block, in which nothing else lies before the copies are done."""
+    """Each in one block, in which nothing else lies before the copies are done; what is small needs none to
+    go over."""
     monkeypatch.setattr(transfer, "PINNED", pool)
+    monkeypatch.setattr(transfer, "WITH_COMMAND", with_command)
     arrays = [np.arange(7, dtype=np.int32), np.zeros((0, 3)), np.arange(12).reshape(3, 4)[:, ::2]]
     there = torch.zeros(200, dtype=torch.uint8).as_subclass(There)
     transfer.send(arrays, there)
@@ -164,7 +167,7 @@ def test_what_goes_over_and_comes_back_is_what_was_given(
         assert np.array_equal(tensor.numpy(), array)
     more = [torch.tensor([True, False]).as_subclass(There), torch.randn(3, 4).as_subclass(There)[:, :2]]
     fetched = transfer.fetch(sent + more)
-    assert len(device.locked) == device.num_begun == 2
+    assert len(device.locked) == device.num_begun == num_blocks
     device.finish()
     assert transfer.fetch(sent)[0].data_ptr() != fetched[0].data_ptr()
     for tensor, here in zip(sent + more, fetched, strict=True):
