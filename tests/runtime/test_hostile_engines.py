@@ -571,14 +571,3 @@ def with_calls(lines: list[list[Any]], dice: random.Random) -> list[list[Any]]:
         place = dice.choice(places)
         args[place] = type(args[place])(dice.choice(NUMBERS))
     return lines
-
-
-@given(dice=st.randoms(use_true_random=False), name=st.sampled_from((*NAMES[:3], "draft.jsonl")))
-@settings(FUZZ, max_examples=max(settings().max_examples // 2, 1))
-def test_files_of_quantised_weights_that_change_and_are_signed_anew_are_refused_or_answer(
-    quantised: Stranger, dice: random.Random, name: str
-) -> None:
-    quantised.reset()
-    change = flipped if dice.random() < 0.3 else mutated
-    quantised.change(name, lambda data: change(data, dice))
-    quantised.outcome()
