@@ -239,9 +239,10 @@ def test_a_step_that_takes_more_memory_than_there_is_ends_the_process(
     tiny_engine: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A program may join a value to itself twenty times: half a gigabyte for each token."""
-    monkeypatch.setattr("hemiola.runtime.step.recorded.free_bytes_of_host", lambda: 100_000)
+    monkeypatch.setattr("hemiola.plugins.cpu.steps.usual_threads", lambda: 1)
+    monkeypatch.setattr("hemiola.runtime.step.recorded.free_bytes_of_host", lambda: 1_000_000)
     said = (
-        r"no memory for a step of 256 tokens: it takes \d+ bytes, and 100000 are free; lower max_step_tokens"
+        r"no memory for a step of 256 tokens: it takes \d+ bytes, and 1000000 are free; lower max_step_tokens"
     )
     with pytest.raises(Refused, match=said):
         LLM(tiny_engine("nemotron_h_moe"))

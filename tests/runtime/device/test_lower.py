@@ -4,6 +4,7 @@ import operator
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -192,6 +193,18 @@ def test_a_move_reads_behind_a_weight_of_narrow_numbers(called: str, weight: tor
     lowering = lower._Lowering(segment, [weight], Recorder(), {})
     with pytest.raises(Refused, match=r"trunk.jsonl: .* kernels take one dimension of float32; run"):
         lowering.run(GraphModule(torch.nn.Module(), graph))
+
+
+@pytest.mark.parametrize("function", [aten.add.Tensor, aten.mul.Tensor, aten.cat.default], ids=str)
+def test_a_second_operand_of_narrow_numbers_is_read_like_the_first(function: Any) -> None:
+    graph = Graph()
+    x, y = graph.placeholder("x"), graph.placeholder("y")
+    args = ([x, y], 1) if function is aten.cat.default else (x, y)
+    graph.output((graph.call_function(function, args),))
+    segment = Segment(name="trunk", file="trunk.jsonl", weights=("w", "v"), states=(), inputs=(), nodes=())
+    weights = [torch.ones(8, 16), torch.ones(8, 16, dtype=torch.bfloat16)]
+    with pytest.raises(Refused, match="kernels take one dimension of float32"):
+        lower._Lowering(segment, weights, Recorder(), {}).run(GraphModule(torch.nn.Module(), graph))
 
 
 def test_numbers_of_a_token_that_lie_apart_are_a_traceback(
