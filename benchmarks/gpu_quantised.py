@@ -60,12 +60,12 @@ SWEEP = {  # by the most rows: outputs, rows, inputs of a turn, warps, stages, s
         (64, 64, 128, 4, 4, 0),
     ],
     256: [(64, 64, 128, 4, 4, 0), (128, 128, 128, 8, 3, 0), (128, 128, 64, 4, 6, 0, 2)],
-    8192: [(128, 128, 128, 8, 3, 0), (128, 128, 64, 4, 6, 0, 2)],
+    8192: [(128, 128, 64, 4, 6, 0, 2), (192, 128, 64, 4, 6, 0, 3)],
 }  # fmt: skip
 
 
-FEW = [  # of codes of 4 bits by gluon_few.py: outputs, warps, steps of a warp that are on their way
-    (16, 8, 2), (16, 4, 4), (32, 4, 2),
+FEW = [  # by gluon_few.py: outputs, warps, rounds that are on their way, steps of a round
+    (16, 4, 4, 8), (16, 4, 8, 4), (16, 4, 2, 16), (16, 8, 3, 16), (16, 8, 6, 8), (32, 4, 2, 8), (16, 2, 4, 8),
 ]  # fmt: skip
 
 
@@ -126,9 +126,9 @@ def candidates(num_rows: int, layout: Layout) -> list[Tile | None]:
     """Tiles that could serve so many rows; for inputs in e4m3 those of Gluon."""
     most = next(most for most in SWEEP if num_rows <= most)
     tiles = [made_tile(*given) for given in SWEEP[most]]
-    if num_rows <= 8 and layout.kind in ("int4", "e2m1"):
-        tiles += [Tile(outputs, 8, 128, warps, ahead, True, abreast=warps, direct=True)
-                  for outputs, warps, ahead in FEW]  # fmt: skip
+    if num_rows <= 8 and not layout.inputs:
+        tiles += [Tile(outputs, 8, 128, warps, rounds, True, abreast=abreast, direct=True)
+                  for outputs, warps, rounds, abreast in FEW]  # fmt: skip
     return [None, *(tile for tile in tiles if tile.consumers or not layout.inputs)]
 
 

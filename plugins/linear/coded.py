@@ -26,6 +26,8 @@ _unpack = Kernel("linear", "_unpack")
 
 WIDE = Tile(64, 64, 32, 4, 2, True)  # fp32
 UNIT = 64  # inputs of a stage of Gluon's, at most
+LINE = 128  # bytes of a line of words in shared memory
+EARLIEST = 32768  # bytes of a slab that are fetched while the kernel before still runs
 UNPACKED = 1024  # inputs that are widened together
 LARGEST = 1 << 28  # numbers that are widened into memory: 512 MiB of bf16
 
@@ -69,7 +71,7 @@ def may_serve(
 
     def may(tile: Tile) -> bool:
         if tile.direct:
-            return in_gluon and form.bits == 4 and form.spans == 1
+            return in_gluon and form.spans == 1 and (form.bits == 4 or not form.has_zeros)
         return not tile.consumers or (in_gluon and fits)
 
     return may
@@ -170,15 +172,19 @@ def _launch_few(
 ) -> None:
     """Gluon's kernel for few tokens."""
     (num_tokens, num_inputs), form = x.shape, found.form
-    more = {"maxnreg": 128} if form.kind == "e2m1" else {}  # fewer would be spent, and inputs asked for late
+    lines, block_lines = found.words.view(torch.int32).view(-1, LINE // 4), form.half * SLAB * 2 // LINE
+    turns = tile.abreast // tile.warps * max(1, UNIT // 2 // form.half)
+    num_blocks, each = cdiv(num_inputs, form.block), LINE * 32 * tile.warps
+    early = min(num_blocks * block_lines * LINE, EARLIEST) // each * each
     _coded_few[cdiv(num_tokens, tile.tokens), cdiv(num_outputs, tile.outputs)](
-        x, found.words, found.scales, found.zeros, found.factors, y if absent(bias) else bias,
-        y if residual is None else residual, y, num_tokens, num_outputs, num_inputs, x.stride(0),
-        0 if residual is None else residual.stride(0), y.stride(0), KIND=form.kind, HALF=form.half,
-        SCALED=form.is_scaled, ZEROS=form.has_zeros, DIVIDES=form.divides, WHOLE=num_inputs % form.block == 0,
-        SLABS=tile.outputs // SLAB, AHEAD=tile.stages, WARPS=tile.warps, ACTIVATION=activation,
-        BIASED=not absent(bias), ADDS=residual is not None, num_warps=tile.warps, enable_fp_fusion=False,
-        **more,
+        x, Block(lines, (turns * tile.warps * block_lines, LINE // 4)), found.words, found.scales, found.zeros,
+        found.factors, y if absent(bias) else bias, y if residual is None else residual, y,
+        num_tokens, num_outputs, num_inputs, x.stride(0), 0 if residual is None else residual.stride(0),
+        y.stride(0), KIND=form.kind, HALF=form.half, PARTS=16 // form.bits, SCALED=form.is_scaled,
+        ZEROS=form.has_zeros, DIVIDES=form.divides, WHOLE=num_inputs % form.block == 0,
+        SLABS=tile.outputs // SLAB, TURNS=turns, STAGES=min(tile.stages, cdiv(num_blocks, turns * tile.warps)),
+        EARLY=early, WARPS=tile.warps, ACTIVATION=activation, BIASED=not absent(bias), ADDS=residual is not None, num_warps=tile.warps,
+        enable_fp_fusion=False,
     )  # fmt: skip
 
 
