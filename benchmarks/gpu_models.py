@@ -1,7 +1,8 @@
 """Decode steps of models of real dimensions on a GPU (random weights), beside their floors and vLLM's steps.
 
     PYTHONPATH=. python benchmarks/gpu_models.py [--models 9b,9b/32k,9b/int4/draft-int4,0.8b]
-        [--rows 1,64,256] [--drafts none,mtp,adaptive] [--context 2048] [--prompts] [--engines FOLDER] [--build]
+        [--rows 1,64,256] [--drafts none,mtp,adaptive] [--context 2048] [--prompts] [--engines FOLDER]
+        [--build]
 
 Of each model it makes an engine, in --engines if that is named and has none yet; with --build it does no
 more, and needs no GPU. A line per kind of drafts and number of rows: the

@@ -34,16 +34,8 @@ SECONDS = 0.15  # that decode steps are watched
 SHOWN = 24  # kernels of a table
 GROUPS = {
     "dense": (
-        "_tiles",
-        "_persistent",
-        "_dense",
-        "_best_part",
-        "_coded",
-        "_coded_few",
-        "_dense_steps",
-        "_unpack",
-        "_round",
-        "_e4m3",
+        *("_tiles", "_persistent", "_dense", "_best_part", "_round"),
+        *("_coded", "_coded_few", "_dense_steps", "_unpack", "_e4m3"),
     ),
     "experts": ("_experts", "_experts_persistent", "_sort", "_combine", "_copy_lines", "_route"),
     "attention": ("_write", "_attend", "_prompt", "_join", "_rope"),

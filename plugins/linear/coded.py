@@ -177,13 +177,14 @@ def _launch_few(
     num_blocks, each = cdiv(num_inputs, form.block), LINE * 32 * tile.warps
     early = min(num_blocks * block_lines * LINE, EARLIEST) // each * each
     _coded_few[cdiv(num_tokens, tile.tokens), cdiv(num_outputs, tile.outputs)](
-        x, Block(lines, (turns * tile.warps * block_lines, LINE // 4)), found.words, found.scales, found.zeros,
-        found.factors, y if absent(bias) else bias, y if residual is None else residual, y,
+        x, Block(lines, (turns * tile.warps * block_lines, LINE // 4)), found.words, found.scales,
+        found.zeros, found.factors, y if absent(bias) else bias, y if residual is None else residual, y,
         num_tokens, num_outputs, num_inputs, x.stride(0), 0 if residual is None else residual.stride(0),
         y.stride(0), KIND=form.kind, HALF=form.half, PARTS=16 // form.bits, SCALED=form.is_scaled,
         ZEROS=form.has_zeros, DIVIDES=form.divides, WHOLE=num_inputs % form.block == 0,
-        SLABS=tile.outputs // SLAB, TURNS=turns, STAGES=min(tile.stages, cdiv(num_blocks, turns * tile.warps)),
-        EARLY=early, WARPS=tile.warps, ACTIVATION=activation, BIASED=not absent(bias), ADDS=residual is not None, num_warps=tile.warps,
+        SLABS=tile.outputs // SLAB, TURNS=turns,
+        STAGES=min(tile.stages, cdiv(num_blocks, turns * tile.warps)), EARLY=early, WARPS=tile.warps,
+        ACTIVATION=activation, BIASED=not absent(bias), ADDS=residual is not None, num_warps=tile.warps,
         enable_fp_fusion=False,
     )  # fmt: skip
 
