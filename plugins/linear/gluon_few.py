@@ -27,13 +27,16 @@ def _products(name, has_zeros, part, is_same):
     Operands, four registers each: sums, sums before, words, words, inputs, and what the numbers of rows r
     (the first) and r + 8 (the third) are multiplied with, or what they are less by.
     """
-    text = "{ .reg .b32 a0, a1, a2, a3, t, u, v, e0, e1; .reg .f32 d0, d1, d2, d3; "
+    text = "{ .reg .b32 a0, a1, a2, a3, t, u, v, e0, e1; .reg .f32 d0, d1, d2, d3; .reg .b16 f0, f1, g0, g1; "
+    for row in range(2 if name == "e2m1" else 0):  # 2^110 times the scales of both products' inputs
+        text += f"prmt.b32 e{row}, ${20 + 2 * row}, 0, {0x4040 + part + (part + 1 << 8):#x}; "
+        text += f"mad.lo.u32 e{row}, e{row}, 16, 0x6e806e80; mov.b32 {{f{row}, g{row}}}, e{row}; "
     for turn in range(2):
         now = part + 1 if turn and is_same else part
         for row in range(2):
-            if name == "e2m1":  # 2^110 times the scale of the part's inputs, twice
-                text += f"prmt.b32 e{row}, ${20 + 2 * row}, 0, {0x4040 + 0x101 * now:#x}; "
-                text += f"mad.lo.u32 e{row}, e{row}, 16, 0x6e806e80; "
+            if name == "e2m1":
+                scale = "fg"[turn]
+                text += f"mov.b32 e{row}, {{{scale}{row}, {scale}{row}}}; "
             elif has_zeros:
                 text += f"mov.b32 e{row}, ${20 + 2 * row}; "
         for at in range(4):  # rows r and r + 8, then the same for the other inputs
