@@ -144,7 +144,7 @@ def coded_tile_of(
     return _few_codes(table, num_tokens, num_outputs, bits, may)
 
 
-def coded_tiles(num_outputs: int, gpu: Gpu, in_gluon: bool) -> set[Tile]:
+def coded_tiles(num_outputs: int, gpu: Gpu, in_gluon: bool, is_stored: bool = True) -> set[Tile]:
     """All that `coded_tile_of` may choose, whatever may serve."""
     table = table_of(gpu.capability)
     few = {
@@ -153,7 +153,7 @@ def coded_tiles(num_outputs: int, gpu: Gpu, in_gluon: bool) -> set[Tile]:
         for bits in (4, 8)
         for may in ((lambda tile: not tile.direct), (lambda tile: in_gluon or not tile.direct))
     }
-    return few | {many.tile for many in table.codes_many if in_gluon}
+    return few | {many.tile for many in table.codes_many if in_gluon and is_stored}
 
 
 def steps_tile_of(num_tokens: int, num_outputs: int, gpu: Gpu) -> Tile | None:

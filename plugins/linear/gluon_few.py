@@ -79,8 +79,8 @@ def _placed(warps, half):
 
 
 @gluon.jit(do_not_specialize=["num_tokens"])
-def _coded_few(x, words, words_start, scales, zeros, factors, bias, residual, y, num_tokens, num_outputs,
-               num_inputs, x_len, residual_len, y_len, KIND: gl.constexpr, HALF: gl.constexpr,
+def _coded_few(x, words, words_start, scales, zeros, factors, bias, residual, best, y, num_tokens,
+               num_outputs, num_inputs, x_len, residual_len, y_len, KIND: gl.constexpr, HALF: gl.constexpr,
                PARTS: gl.constexpr, SCALED: gl.constexpr, ZEROS: gl.constexpr, DIVIDES: gl.constexpr,
                WHOLE: gl.constexpr, SLABS: gl.constexpr, TURNS: gl.constexpr, STAGES: gl.constexpr,
                EARLY: gl.constexpr, WARPS: gl.constexpr, ACTIVATION: gl.constexpr, BIASED: gl.constexpr,
@@ -163,8 +163,11 @@ def _coded_few(x, words, words_start, scales, zeros, factors, bias, residual, y,
             total = _times(total, gl.load(factors + output), KIND, DIVIDES)
         if BIASED:
             total += gl.load(bias + output).to(gl.float32)[:, None]
-        _leave(total, residual, y, (first_slab + m) * SLAB, num_tokens, num_outputs, residual_len, y_len,
-               ACTIVATION, ADDS)  # fmt: skip
+        if ACTIVATION == "argmax":
+            _store_best(total, y, best, first_slab + m, num_tokens, num_outputs)
+        else:
+            _leave(total, residual, y, (first_slab + m) * SLAB, num_tokens, num_outputs, residual_len, y_len,
+                   ACTIVATION, ADDS)  # fmt: skip
 
 
 @gluon.jit
@@ -282,6 +285,23 @@ def _multiplied(sums, words, scale, zero, inputs, KIND: gl.constexpr, ZEROS: gl.
             [sums, word, other, inputs[pair], beside], dtype=gl.float32, is_pure=True, pack=4,
         )  # fmt: skip
     return sums
+
+
+@gluon.jit
+def _store_best(total, values, outputs, slab, num_tokens, num_outputs):
+    """Stores the best of 16 outputs and its value, [slabs, T]; as dense.py's best_of finds them."""
+    layout: gl.constexpr = total.type.layout
+    output = slab * SLAB + gl.arange(0, SLAB, gl.SliceLayout(1, layout))
+    value = total.to(gl.bfloat16).to(gl.float32)
+    value = gl.where(value == value, value, float("inf"))
+    value = gl.where((output < num_outputs)[:, None], value, float("-inf"))
+    best = gl.max(value, axis=0)
+    is_best = (value == best[None, :]) & (output < num_outputs)[:, None]
+    first = gl.min(gl.where(is_best, output[:, None], 2147483647), axis=0)
+    token = gl.program_id(0) * EIGHT + gl.arange(0, EIGHT, gl.SliceLayout(0, layout))
+    at, live = slab.to(gl.int64) * num_tokens + token, token < num_tokens
+    gl.store(values + at, best, mask=live & (slab * SLAB < num_outputs))
+    gl.store(outputs + at, first, mask=live & (slab * SLAB < num_outputs))
 
 
 @gluon.jit
