@@ -69,6 +69,11 @@ FEW = [  # by gluon_few.py: outputs, warps, rounds that are on their way, steps 
 ]  # fmt: skip
 
 
+SOME = [  # by gluon_some.py: outputs, tokens, stages
+    (128, 64, 6), (64, 64, 4), (64, 64, 3), (128, 32, 6), (64, 32, 6), (64, 32, 4), (64, 16, 6),
+]  # fmt: skip
+
+
 def pack_of(layout: Layout) -> Callable[[WeightGroup], torch.Tensor]:
     return pack_lines if layout.inputs else pack_words
 
@@ -129,6 +134,9 @@ def candidates(num_rows: int, layout: Layout) -> list[Tile | None]:
     if num_rows <= 8 and not layout.inputs:
         tiles += [Tile(outputs, 8, 128, warps, rounds, True, abreast=abreast, direct=True)
                   for outputs, warps, rounds, abreast in FEW]  # fmt: skip
+    if 8 < num_rows <= 128 and not layout.inputs:
+        tiles += [Tile(outputs, tokens, 128, outputs // 16, stages, True, direct=True)
+                  for outputs, tokens, stages in SOME]  # fmt: skip
     return [None, *(tile for tile in tiles if tile.consumers or not layout.inputs)]
 
 

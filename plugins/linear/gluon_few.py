@@ -288,33 +288,37 @@ def _multiplied(sums, words, scale, zero, inputs, KIND: gl.constexpr, ZEROS: gl.
 
 
 @gluon.jit
-def _store_best(total, values, outputs, slab, num_tokens, num_outputs):
-    """Stores the best of 16 outputs and its value, [slabs, T]; as dense.py's best_of finds them."""
+def _store_best(total, values, outputs, part, num_tokens, num_outputs):
+    """Stores the best of a tile's outputs and its value, [parts, T]; as dense.py's best_of finds them."""
     layout: gl.constexpr = total.type.layout
-    output = slab * SLAB + gl.arange(0, SLAB, gl.SliceLayout(1, layout))
+    OUTPUTS: gl.constexpr = total.shape[0]
+    TOKENS: gl.constexpr = total.shape[1]
+    output = part * OUTPUTS + gl.arange(0, OUTPUTS, gl.SliceLayout(1, layout))
     value = total.to(gl.bfloat16).to(gl.float32)
     value = gl.where(value == value, value, float("inf"))
     value = gl.where((output < num_outputs)[:, None], value, float("-inf"))
     best = gl.max(value, axis=0)
     is_best = (value == best[None, :]) & (output < num_outputs)[:, None]
     first = gl.min(gl.where(is_best, output[:, None], 2147483647), axis=0)
-    token = gl.program_id(0) * EIGHT + gl.arange(0, EIGHT, gl.SliceLayout(0, layout))
-    at, live = slab.to(gl.int64) * num_tokens + token, token < num_tokens
-    gl.store(values + at, best, mask=live & (slab * SLAB < num_outputs))
-    gl.store(outputs + at, first, mask=live & (slab * SLAB < num_outputs))
+    token = gl.program_id(0) * TOKENS + gl.arange(0, TOKENS, gl.SliceLayout(0, layout))
+    at, live = part.to(gl.int64) * num_tokens + token, (token < num_tokens) & (part * OUTPUTS < num_outputs)
+    gl.store(values + at, best, mask=live)
+    gl.store(outputs + at, first, mask=live)
 
 
 @gluon.jit
 def _leave(total, residual, y, row, num_tokens, num_outputs, residual_len, y_len, ACTIVATION: gl.constexpr,
            ADDS: gl.constexpr):  # fmt: skip
-    """Ends 16 outputs of 8 tokens and stores them."""
+    """Ends a tile [outputs from `row` on, tokens] and stores it."""
     halved: gl.constexpr = 2 if ACTIVATION == "swiglu" else 1
+    TOKENS: gl.constexpr = total.shape[1]
     if ACTIVATION == "relu2":
         total = relu2(total)
     elif ACTIVATION == "swiglu":
         total = _open_eights(total)
-    column = row // halved + gl.arange(0, SLAB // halved, gl.SliceLayout(1, total.type.layout))
-    token = gl.program_id(0).to(gl.int64) * EIGHT + gl.arange(0, EIGHT, gl.SliceLayout(0, total.type.layout))
+    layout: gl.constexpr = total.type.layout
+    column = row // halved + gl.arange(0, total.shape[0], gl.SliceLayout(1, layout))
+    token = gl.program_id(0).to(gl.int64) * TOKENS + gl.arange(0, TOKENS, gl.SliceLayout(0, layout))
     inside = (column < num_outputs // halved)[:, None] & (token < num_tokens)[None, :]
     if ADDS:
         at = residual + (token * residual_len)[None, :] + column[:, None]
