@@ -181,20 +181,18 @@ def _launch_few(
 ) -> None:
     """Gluon's kernel for few tokens."""
     (num_tokens, num_inputs), form = x.shape, found.form
-    lines, block_lines = found.words.view(torch.int32).view(-1, LINE // 4), form.half * SLAB * 2 // LINE
-    turns = tile.abreast // tile.warps * max(1, UNIT // 2 // form.half)
-    num_blocks, each = cdiv(num_inputs, form.block), LINE * 32 * tile.warps
-    early = min(num_blocks * block_lines * LINE, EARLIEST) // each * each
-    _coded_few[cdiv(num_tokens, tile.tokens), cdiv(num_outputs, tile.outputs)](
-        x, Block(lines, (turns * tile.warps * block_lines, LINE // 4)), found.words, found.scales,
-        found.zeros, found.factors, y if absent(bias) else bias, y if residual is None else residual,
-        y if best is None else best, y, num_tokens, num_outputs, num_inputs, x.stride(0),
-        0 if residual is None else residual.stride(0), 0 if activation == "argmax" else y.stride(0),
-        KIND=form.kind, HALF=form.half, PARTS=16 // form.bits, SCALED=form.is_scaled, ZEROS=form.has_zeros,
-        DIVIDES=form.divides, WHOLE=num_inputs % form.block == 0, SLABS=tile.outputs // SLAB, TURNS=turns,
-        STAGES=min(tile.stages, cdiv(num_blocks, turns * tile.warps)), EARLY=early, WARPS=tile.warps,
-        ACTIVATION=activation, BIASED=not absent(bias), ADDS=residual is not None, num_warps=tile.warps,
-        enable_fp_fusion=False,
+    early = min(cdiv(num_inputs, form.block) * form.half * SLAB * 2, EARLIEST) // (EACH * tile.warps)
+    more = {"maxnreg": 128} if form.kind == "e2m1" else {}  # fewer would be spent, and inputs asked for late
+    programs = min(gpu_of(x.device).multiprocessors * tile.group, cdiv(num_outputs, tile.outputs))
+    _coded_few[cdiv(num_tokens, tile.tokens), programs](
+        x, found.words, found.scales, found.zeros, found.factors, y if absent(bias) else bias,
+        y if residual is None else residual, y if best is None else best, y, num_tokens, num_outputs,
+        num_inputs, x.stride(0), 0 if residual is None else residual.stride(0),
+        0 if activation == "argmax" else y.stride(0), KIND=form.kind, HALF=form.half, PARTS=16 // form.bits,
+        SCALED=form.is_scaled, ZEROS=form.has_zeros, DIVIDES=form.divides,
+        WHOLE=num_inputs % form.block == 0, SLABS=tile.outputs // SLAB, AHEAD=tile.stages,
+        EARLY=early * EACH * tile.warps, WARPS=tile.warps, ACTIVATION=activation, BIASED=not absent(bias),
+        ADDS=residual is not None, num_warps=tile.warps, enable_fp_fusion=False, **more,
     )  # fmt: skip
 
 

@@ -8,11 +8,10 @@ sixteen at once, and their order among themselves is free.
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
 from hemiola.plugins.gpu.activations import relu2
 from hemiola.plugins.gpu.codes import instructions
-from hemiola.plugins.linear.gluon import _after, _open_eights
+from hemiola.plugins.linear.gluon import _open_eights
 from hemiola.plugins.linear.gluon_steps import _times
 
 SLAB = gl.constexpr(16)  # outputs of a product
@@ -64,35 +63,17 @@ def _owned(warps):
     return gl.DistributedLinearLayout([[8, 0]], lanes, [[4, 0], *spare], [], [16, 8])
 
 
-@gluon.constexpr_function
-def _placed(warps, half):
-    """Of a turn's lines: words as the threads multiply them. A warp has a step, a thread four words of its
-    rows r and r + 8, or eight, or sixteen."""
-    each = 64 // half  # rows of a line
-    row = {
-        1 << bit: [(1 << bit) // each, 0] if 1 << bit >= each else [0, (half // 2) << bit] for bit in range(4)
-    }
-    more = [[0, 8 << bit] for bit in range((half // 16).bit_length() - 1)]
-    lanes = [[0, 2], [0, 4], row[1], row[2], row[4]]
-    steps = [[(half // 4) << bit, 0] for bit in range(warps.bit_length() - 1)]
-    return gl.DistributedLinearLayout([[0, 1], row[8], *more], lanes, steps, [], [warps * half // 4, 32])
-
-
 @gluon.jit(do_not_specialize=["num_tokens"])
-def _coded_few(x, words, words_start, scales, zeros, factors, bias, residual, best, y, num_tokens,
-               num_outputs, num_inputs, x_len, residual_len, y_len, KIND: gl.constexpr, HALF: gl.constexpr,
-               PARTS: gl.constexpr, SCALED: gl.constexpr, ZEROS: gl.constexpr, DIVIDES: gl.constexpr,
-               WHOLE: gl.constexpr, SLABS: gl.constexpr, TURNS: gl.constexpr, STAGES: gl.constexpr,
-               EARLY: gl.constexpr, WARPS: gl.constexpr, ACTIVATION: gl.constexpr, BIASED: gl.constexpr,
-               ADDS: gl.constexpr):  # fmt: skip
-    # Grid: token tiles x output tiles, neighbours in the same codes.
+def _coded_few(x, words, scales, zeros, factors, bias, residual, best, y, num_tokens, num_outputs, num_inputs,
+               x_len, residual_len, y_len, KIND: gl.constexpr, HALF: gl.constexpr, PARTS: gl.constexpr,
+               SCALED: gl.constexpr, ZEROS: gl.constexpr, DIVIDES: gl.constexpr, WHOLE: gl.constexpr,
+               SLABS: gl.constexpr, AHEAD: gl.constexpr, EARLY: gl.constexpr, WARPS: gl.constexpr,
+               ACTIVATION: gl.constexpr, BIASED: gl.constexpr, ADDS: gl.constexpr):  # fmt: skip
+    # Grid: token tiles x programs that walk over output tiles, neighbours in the same codes.
     # Tile: [SLABS * 16 outputs, 8 tokens], the whole inner dimension; a warp has every WARPS-th step.
     # Traffic: codes and scales once per token tile, x once per output tile (from L2), y once.
-    # TURNS: steps of a warp whose words come and whose sums are exchanged together, a round; STAGES: rounds
-    # whose words are on their way; WHOLE: num_inputs fills its blocks.
+    # AHEAD: steps of a warp whose words and inputs are on their way; WHOLE: num_inputs fills its blocks.
     BLOCK: gl.constexpr = PARTS * HALF
-    LINES: gl.constexpr = HALF // 4  # of 128 bytes, a block's words
-    ROUND: gl.constexpr = WARPS * TURNS
     lines: gl.constexpr = gl.BlockedLayout([1, 4], [32, 1], [WARPS, 1], [1, 0])  # four of every thread's
     owned: gl.constexpr = _owned(WARPS)
     thread = gl.arange(0, 32 * WARPS, gl.SliceLayout(1, lines))
@@ -100,83 +81,101 @@ def _coded_few(x, words, words_start, scales, zeros, factors, bias, residual, be
     warp, row, place = thread // 32, thread % 32 // 4, thread % 4
     num_blocks, last_slab = gl.cdiv(num_inputs, BLOCK), (num_outputs - 1) // SLAB
     first_slab = gl.program_id(1) * SLABS
-    ring = gl.allocate_shared_memory(gl.int32, [STAGES * SLABS, words.block_shape[0], 32], words.layout)
-    ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for stage in gl.static_range(STAGES):
-        mbarrier.init(ready.index(stage), count=1)
-    fence_async_shared()
-    _wait(words_start, thread, first_slab, last_slab, num_blocks * (LINES * 128), SLABS, EARLY, WARPS)
-    for stage in gl.static_range(STAGES):
-        _bring(words, ring, ready.index(stage), stage, stage * ROUND, first_slab, last_slab, num_blocks,
-               LINES, SLABS)  # fmt: skip
     token = gl.program_id(0) * EIGHT + row
+    _wait(words, thread, first_slab, last_slab, num_blocks * (HALF * 32), SLABS, EARLY, WARPS)
+    # pairs of words, or of inputs: rows r and r + 8 of words, inputs i and i + 16
     inner = (place * 2)[:, None] + (four % 2)[None, :]
+    word_at = words.to(gl.pointer_type(gl.int32), bitcast=True) + (
+        (row * (HALF // 2))[:, None] + (four // 2 * (4 * HALF))[None, :] + inner
+    )
     beside_at = row[:, None] + (four // 2 * 8)[None, :]
-    pair = inner + (four // 2 * 8)[None, :]  # of inputs: i and i + 16
+    pair = inner + (four // 2 * 8)[None, :]
     x_at = x.to(gl.pointer_type(gl.int32), bitcast=True) + (
         (token.to(gl.int64) * (x_len // 2))[:, None] + pair
     )
     live = (token < num_tokens)[:, None] & (four >= 0)[None, :]
     places, totals = (), ()
     flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
-    for _ in gl.static_range(TURNS * SLABS):
+    for _ in gl.static_range(AHEAD * SLABS):
         places += (gl.allocate_shared_memory(gl.float32, [WARPS * SLAB, EIGHT], flat),)
     for _ in gl.static_range(SLABS):
         totals += (gl.zeros((SLAB, EIGHT), gl.float32, owned),)
-    next_inputs = _inputs(x_at, pair, live, warp, num_inputs, BLOCK, WHOLE)
-    next_scales, next_zeros = _beside(scales, zeros, warp, first_slab, last_slab, num_blocks, beside_at, KIND,
-                                      SCALED, ZEROS, SLABS)  # fmt: skip
-    stage, phase = 0, 0
-    for first in range(0, num_blocks, ROUND):
-        mbarrier.wait(ready.index(stage), phase)
-        for n in gl.static_range(TURNS):
-            inputs, of_scales, of_zeros = next_inputs, next_scales, next_zeros
-            block = first + (n + 1) * WARPS + warp
-            next_inputs = _inputs(x_at, pair, live, block, num_inputs, BLOCK, WHOLE)
-            next_scales, next_zeros = _beside(scales, zeros, block, first_slab, last_slab, num_blocks,
-                                              beside_at, KIND, SCALED, ZEROS, SLABS)  # fmt: skip
+    next_words, next_scales, next_zeros, next_inputs = (), (), (), ()
+    for n in gl.static_range(AHEAD):
+        block = n * WARPS + warp
+        next_inputs += (_inputs(x_at, pair, live, block, num_inputs, BLOCK, WHOLE),)
+        for m in gl.static_range(SLABS):
+            slab = gl.minimum(first_slab + m, last_slab)
+            line = slab.to(gl.int64) * num_blocks + gl.minimum(block, num_blocks - 1)
+            next_words += (_words(word_at, line, HALF),)
+            next_scales += (_scales(scales, line, beside_at, KIND, SCALED),)
+            next_zeros += (_zeros(zeros, line, slab, beside_at, KIND, SCALED, ZEROS),)
+    first, num_rounds = 0, gl.cdiv(num_blocks, WARPS * AHEAD)
+    for _ in range(
+        gl.cdiv(gl.cdiv(last_slab + 1, SLABS) - gl.program_id(1), gl.num_programs(1)) * num_rounds
+    ):
+        of_words, of_scales, of_zeros, of_inputs = next_words, next_scales, next_zeros, next_inputs
+        next_words, next_scales, next_zeros, next_inputs = (), (), (), ()
+        is_last = first + WARPS * AHEAD >= num_blocks  # of the tile
+        next_first = gl.where(is_last, 0, first + WARPS * AHEAD)
+        next_slab = gl.where(is_last, first_slab + gl.num_programs(1) * SLABS, first_slab)
+        for n in gl.static_range(AHEAD):
+            block = next_first + n * WARPS + warp
+            next_inputs += (_inputs(x_at, pair, live, block, num_inputs, BLOCK, WHOLE),)
             for m in gl.static_range(SLABS):
-                step = ring.index(stage * SLABS + m).slice(n * WARPS * LINES, WARPS * LINES)
+                slab = gl.minimum(next_slab + m, last_slab)
+                line = slab.to(gl.int64) * num_blocks + gl.where(
+                    next_slab > last_slab, num_blocks - 1, gl.minimum(block, num_blocks - 1)
+                )
+                next_words += (_words(word_at, line, HALF),)
+                next_scales += (_scales(scales, line, beside_at, KIND, SCALED),)
+                next_zeros += (_zeros(zeros, line, slab, beside_at, KIND, SCALED, ZEROS),)
                 sums = gl.zeros((32 * WARPS, 4), gl.float32, lines)
-                sums = _multiplied(sums, _words(step, lines, WARPS, HALF), of_scales[m], of_zeros[m], inputs,
-                                   KIND, ZEROS)  # fmt: skip
+                scale, zero = of_scales[n * SLABS + m], of_zeros[n * SLABS + m]
+                sums = _multiplied(sums, of_words[n * SLABS + m], scale, zero, of_inputs[n], KIND, ZEROS)
                 if SCALED:
-                    sums = sums * of_scales[m]
+                    sums = sums * scale
                 sums = sums.reshape(WARPS, 8, 4, 2, 2).permute(0, 3, 1, 2, 4)  # warp, half, row, token
                 places[n * SLABS + m].store(sums.reshape(WARPS * SLAB, EIGHT))
         before, totals = totals, ()
         for m in gl.static_range(SLABS):
             total = before[m]
-            for n in gl.static_range(TURNS):
+            for n in gl.static_range(AHEAD):
                 for w in gl.static_range(WARPS):
                     total += places[n * SLABS + m].slice(w * SLAB, SLAB).load(owned)
-            totals += (total,)
-        if first + STAGES * ROUND < num_blocks:  # all warps have met, so every word of the round was read
-            _bring(words, ring, ready.index(stage), stage, first + STAGES * ROUND, first_slab, last_slab,
-                   num_blocks, LINES, SLABS)  # fmt: skip
-        stage, phase = _after(stage, phase, STAGES)
-    for m in gl.static_range(SLABS):
-        output = (first_slab + m) * SLAB + gl.arange(0, SLAB, gl.SliceLayout(1, owned))
-        output = gl.minimum(output, num_outputs - 1)
-        total = totals[m]
-        if not SCALED:
-            total = _times(total, gl.load(factors + output), KIND, DIVIDES)
-        if BIASED:
-            total += gl.load(bias + output).to(gl.float32)[:, None]
-        if ACTIVATION == "argmax":
-            _store_best(total, y, best, first_slab + m, num_tokens, num_outputs)
-        else:
-            _leave(total, residual, y, (first_slab + m) * SLAB, num_tokens, num_outputs, residual_len, y_len,
-                   ACTIVATION, ADDS)  # fmt: skip
+            if is_last:
+                _end(total, factors, bias, residual, best, y, first_slab + m, num_tokens, num_outputs,
+                     residual_len, y_len, KIND, SCALED, DIVIDES, ACTIVATION, BIASED, ADDS)  # fmt: skip
+            totals += (gl.where(is_last, 0.0, total),)
+        first, first_slab = next_first, next_slab
 
 
 @gluon.jit
-def _wait(words_start, thread, first_slab, last_slab, slab_bytes, SLABS: gl.constexpr, EARLY: gl.constexpr,
+def _end(total, factors, bias, residual, best, y, slab, num_tokens, num_outputs, residual_len, y_len,
+         KIND: gl.constexpr, SCALED: gl.constexpr, DIVIDES: gl.constexpr, ACTIVATION: gl.constexpr,
+         BIASED: gl.constexpr, ADDS: gl.constexpr):  # fmt: skip
+    """What ends 16 outputs, and their places."""
+    output = slab * SLAB + gl.arange(0, SLAB, gl.SliceLayout(1, total.type.layout))
+    output = gl.minimum(output, num_outputs - 1)
+    if not SCALED:
+        total = _times(total, gl.load(factors + output), KIND, DIVIDES)
+    if BIASED:
+        total += gl.load(bias + output).to(gl.float32)[:, None]
+    if ACTIVATION == "argmax":
+        _store_best(total, y, best, slab, num_tokens, num_outputs)
+    else:
+        _leave(
+            total, residual, y, slab * SLAB, num_tokens, num_outputs, residual_len, y_len, ACTIVATION, ADDS
+        )
+
+
+@gluon.jit
+def _wait(words, thread, first_slab, last_slab, slab_bytes, SLABS: gl.constexpr, EARLY: gl.constexpr,
           WARPS: gl.constexpr):  # fmt: skip
     """Has EARLY bytes of every slab's words brought into L2, and waits for all kernels before (early.py)."""
     for m in gl.static_range(SLABS if EARLY > 0 else 0):
         slab = gl.minimum(first_slab + m, last_slab)
-        start = words_start.to(gl.int64, bitcast=True) + slab.to(gl.int64) * slab_bytes
+        start = words.to(gl.int64, bitcast=True) + slab.to(gl.int64) * slab_bytes
         for part in gl.static_range(EARLY // (4096 * WARPS)):
             at = (part * (32 * WARPS) + thread) * 128
             gl.inline_asm_elementwise("prefetch.global.L2 [$1]; // early $0", "=r,l",
@@ -184,55 +183,6 @@ def _wait(words_start, thread, first_slab, last_slab, slab_bytes, SLABS: gl.cons
                                       is_pure=False, pack=1)  # fmt: skip
     gl.inline_asm_elementwise("griddepcontrol.wait; griddepcontrol.launch_dependents; // $0 $1", "=r,r",
                               [thread], dtype=gl.int32, is_pure=False, pack=1)  # fmt: skip
-
-
-@gluon.jit
-def _bring(words, ring, bar, stage, block, first_slab, last_slab, num_blocks, LINES: gl.constexpr,
-           SLABS: gl.constexpr):  # fmt: skip
-    """Has the words of a round, from this block on, brought to a stage; behind a slab's others follow, which
-    are multiplied with zeros."""
-    mbarrier.expect(bar, SLABS * ring.shape[1] * 128)
-    for m in gl.static_range(SLABS):
-        slab = gl.minimum(first_slab + m, last_slab)
-        line = (slab * num_blocks + block) * LINES
-        tma.async_copy_global_to_shared(words, [line, 0], bar, ring.index(stage * SLABS + m))
-
-
-@gluon.jit
-def _beside(scales, zeros, block, first_slab, last_slab, num_blocks, beside_at, KIND: gl.constexpr,
-            SCALED: gl.constexpr, ZEROS: gl.constexpr, SLABS: gl.constexpr):  # fmt: skip
-    """Scales and zero points of a step."""
-    found, others = (), ()
-    for m in gl.static_range(SLABS):
-        slab = gl.minimum(first_slab + m, last_slab)
-        line = slab.to(gl.int64) * num_blocks + gl.minimum(block, num_blocks - 1)
-        found += (_scales(scales, line, beside_at, KIND, SCALED),)
-        others += (_zeros(zeros, line, slab, beside_at, KIND, SCALED, ZEROS),)
-    return found, others
-
-
-@gluon.jit
-def _words(stage, lines: gl.constexpr, WARPS: gl.constexpr, HALF: gl.constexpr):
-    """A step's words of sixteen outputs, sixteen at a time."""
-    SIXTEENS: gl.constexpr = HALF // 16
-    found = stage.load(_placed(WARPS, HALF))
-    found = found.reshape(WARPS, 2, 8, SIXTEENS, 4, 2).permute(0, 2, 4, 1, 5, 3)
-    if SIXTEENS == 1:
-        return (gl.convert_layout(found.reshape(32 * WARPS, 4), lines, assert_trivial=True),)
-    elif SIXTEENS == 2:
-        a, b = found.reshape(32 * WARPS, 4, 2).split()
-        a = gl.convert_layout(a, lines, assert_trivial=True)
-        b = gl.convert_layout(b, lines, assert_trivial=True)
-        return a, b
-    else:
-        even, odd = found.reshape(32 * WARPS, 4, 2, 2).split()
-        a, c = even.split()
-        b, d = odd.split()
-        a = gl.convert_layout(a, lines, assert_trivial=True)
-        b = gl.convert_layout(b, lines, assert_trivial=True)
-        c = gl.convert_layout(c, lines, assert_trivial=True)
-        d = gl.convert_layout(d, lines, assert_trivial=True)
-        return a, b, c, d
 
 
 @gluon.jit
@@ -246,6 +196,15 @@ def _inputs(x_at, pair, live, block, num_inputs, BLOCK: gl.constexpr, WHOLE: gl.
             inside = (block * BLOCK + start)[:, None] + pair * 2 < num_inputs
         at = x_at + (block * (BLOCK // 2) + start // 2)[:, None]
         found += (gl.load(at, mask=live & inside, other=0),)
+    return found
+
+
+@gluon.jit
+def _words(word_at, line, HALF: gl.constexpr):
+    """A step's words of sixteen outputs, sixteen at a time."""
+    found = ()
+    for start in gl.static_range(0, HALF, 16):
+        found += (gl.load(word_at + (line * (8 * HALF) + start // 2)[:, None]),)
     return found
 
 
