@@ -164,9 +164,9 @@ def test_fp32_is_the_layer_of_the_same_numbers(layout: Layout) -> None:
 
 @EACH
 def test_best_is_the_first_highest_of_the_stored_outputs(layout: Layout) -> None:
-    weight = Weight(layout, 130, 96)
-    x, bias = inputs(5, 96), randn(130)
-    for given in (bias, NONE):
+    for num_outputs, num_tokens, has_bias in ((130, 5, True), (130, 40, False), (144, 5, False)):
+        weight = Weight(layout, num_outputs, 96)
+        x, given = inputs(num_tokens, 96), randn(num_outputs) if has_bias else NONE
         with poisoned():
             lines = linear(x, weight.packed, given, *weight.rest).tolist()
             value, output = linear(x, weight.packed, given, *weight.rest, ending="argmax")
