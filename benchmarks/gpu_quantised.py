@@ -65,10 +65,8 @@ SWEEP = {  # by the most rows: outputs, rows, inputs of a turn, warps, stages, s
 
 
 FEW = [  # by gluon_few.py: outputs, warps, steps of a warp under way, programs of a multiprocessor
-    (16, 4, 4, 3), (16, 4, 4, 8), (16, 4, 2, 5), (16, 8, 2, 2), (32, 4, 2, 3), (16, 8, 1, 4), (16, 4, 3, 4),
-]  # fmt: skip
-SOME = [  # by gluon_some.py: outputs, tokens, stages
-    (128, 64, 6), (64, 64, 4), (64, 64, 3), (128, 32, 6), (64, 32, 6), (64, 32, 4), (64, 16, 6),
+    (16, 4, 4, 3), (16, 4, 4, 5), (16, 4, 2, 5), (16, 4, 2, 8), (16, 8, 2, 2), (16, 8, 2, 4), (16, 16, 1, 2),
+    (16, 16, 2, 2), (32, 4, 2, 4),
 ]  # fmt: skip
 
 
@@ -130,11 +128,8 @@ def candidates(num_rows: int, layout: Layout) -> list[Tile | None]:
     most = next(most for most in SWEEP if num_rows <= most)
     tiles = [made_tile(*given) for given in SWEEP[most]]
     if num_rows <= 8 and not layout.inputs:
-        tiles += [Tile(outputs, 8, 128, warps, ahead, True, group=group, direct=True)
+        tiles += [Tile(outputs, 1 if num_rows == 1 else 8, 128, warps, ahead, True, group=group, direct=True)
                   for outputs, warps, ahead, group in FEW]  # fmt: skip
-    if 8 < num_rows <= 128 and not layout.inputs:
-        tiles += [Tile(outputs, tokens, 128, outputs // 16, stages, True, direct=True)
-                  for outputs, tokens, stages in SOME]  # fmt: skip
     return [None, *(tile for tile in tiles if tile.consumers or not layout.inputs)]
 
 

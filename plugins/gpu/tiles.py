@@ -23,7 +23,7 @@ class Tile(NamedTuple):
     stages: int
     weight_first: bool  # outputs on the rows of the tensor core's instruction, tokens on its columns
     is_persistent: bool = False  # tensor descriptors (TMA), a program per multiprocessor
-    group: int = 8  # token tiles that go along the outputs together
+    group: int = 8  # token tiles that go along the outputs together; direct: programs of a multiprocessor
     consumers: int = 0  # of Gluon's kernel, each of 64 outputs; 0: Triton's kernels
     abreast: int = 0  # steps of a quantised weight that warps multiply side by side; 0: one by one
     direct: bool = False  # Gluon's: codes are widened in the registers that multiply

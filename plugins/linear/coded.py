@@ -21,16 +21,11 @@ from hemiola.plugins.linear.packed import ended
 
 _coded = Kernel("linear", "_coded")
 _coded_few = Kernel("linear", "_coded_few")  # Gluon's
-_coded_some = Kernel("linear", "_coded_some")  # Gluon's
 _dense_steps = Kernel("linear", "_dense_steps")  # Gluon's
 _unpack = Kernel("linear", "_unpack")
 
 WIDE = Tile(64, 64, 32, 4, 2, True)  # fp32
 UNIT = 64  # inputs of a stage of Gluon's, at most
-LINE = 128  # bytes of a line of words in shared memory
-EACH = 32 * LINE  # bytes that a warp fetches together
-EARLIEST = 32768  # bytes of a slab that are fetched while the kernel before still runs
-FEW = 8  # tokens of gluon_few.py; tiles of more are gluon_some.py's
 UNPACKED = 1024  # inputs that are widened together
 LARGEST = 1 << 28  # numbers that are widened into memory: 512 MiB of bf16
 
@@ -55,7 +50,7 @@ def linear(
 
 def _part(tile: Tile) -> int:
     """Outputs of whose the best one is stored."""
-    return SLAB if tile.direct and tile.tokens == FEW else tile.outputs
+    return SLAB if tile.direct else tile.outputs
 
 
 def tile_for(
@@ -80,8 +75,7 @@ def may_serve(
 
     def may(tile: Tile) -> bool:
         if tile.direct:
-            takes = form.bits == 4 or not form.has_zeros or tile.tokens > FEW
-            return in_gluon and form.spans == 1 and takes
+            return in_gluon and form.spans == 1 and (form.bits == 4 or not form.has_zeros)
         return not tile.consumers or (in_gluon and fits)
 
     return may
@@ -147,8 +141,7 @@ def _launch(
     found = sections(weight, layout, num_outputs, num_inputs)
     words, scales, zeros, factors, form = found
     if tile.direct:
-        launch = _launch_few if tile.tokens == FEW else _launch_some
-        launch(x, found, bias, residual, y, best, activation, num_outputs, tile)
+        _launch_few(x, found, bias, residual, y, best, activation, num_outputs, tile)
         return
     if tile.consumers:
         launch_steps(
@@ -181,8 +174,8 @@ def _launch_few(
 ) -> None:
     """Gluon's kernel for few tokens."""
     (num_tokens, num_inputs), form = x.shape, found.form
-    early = min(cdiv(num_inputs, form.block) * form.half * SLAB * 2, EARLIEST) // (EACH * tile.warps)
     more = {"maxnreg": 128} if form.kind == "e2m1" else {}  # fewer would be spent, and inputs asked for late
+    turns = cdiv(num_inputs, form.block * tile.warps * tile.stages) * tile.stages
     programs = min(gpu_of(x.device).multiprocessors * tile.group, cdiv(num_outputs, tile.outputs))
     _coded_few[cdiv(num_tokens, tile.tokens), programs](
         x, found.words, found.scales, found.zeros, found.factors, y if absent(bias) else bias,
@@ -190,38 +183,10 @@ def _launch_few(
         num_inputs, x.stride(0), 0 if residual is None else residual.stride(0),
         0 if activation == "argmax" else y.stride(0), KIND=form.kind, HALF=form.half, PARTS=16 // form.bits,
         SCALED=form.is_scaled, ZEROS=form.has_zeros, DIVIDES=form.divides,
-        WHOLE=num_inputs % form.block == 0, SLABS=tile.outputs // SLAB, AHEAD=tile.stages,
-        EARLY=early * EACH * tile.warps, WARPS=tile.warps, ACTIVATION=activation, BIASED=not absent(bias),
-        ADDS=residual is not None, num_warps=tile.warps, enable_fp_fusion=False, **more,
-    )  # fmt: skip
-
-
-def _launch_some(
-    x: torch.Tensor,
-    found: Words,
-    bias: torch.Tensor,
-    residual: torch.Tensor | None,
-    y: torch.Tensor,
-    best: torch.Tensor | None,
-    activation: str,
-    num_outputs: int,
-    tile: Tile,
-) -> None:
-    """Gluon's kernel for dozens of tokens."""
-    (num_tokens, num_inputs), form = x.shape, found.form
-    num_blocks, block_lines = cdiv(num_inputs, form.block), form.half * SLAB * 2 // LINE
-    lines = found.words.view(cdiv(num_outputs, SLAB), num_blocks * block_lines, LINE // 2)
-    room = (SHARED[90] - BARRIERS) // (tile.outputs * form.half * 2 + tile.tokens * form.block * 2)
-    early = min(num_blocks * block_lines * LINE, EARLIEST // 2) // EACH * EACH
-    _coded_some[cdiv(num_tokens, tile.tokens), cdiv(num_outputs, tile.outputs)](
-        Block(x, (tile.tokens, form.half)), Block(lines, (tile.warps, block_lines, LINE // 2)), found.words,
-        found.scales, found.zeros, found.factors, y if absent(bias) else bias,
-        y if residual is None else residual, y if best is None else best, y, num_tokens, num_outputs,
-        num_inputs, 0 if residual is None else residual.stride(0),
-        0 if activation == "argmax" else y.stride(0), KIND=form.kind, HALF=form.half, PARTS=16 // form.bits,
-        SCALED=form.is_scaled, ZEROS=form.has_zeros, DIVIDES=form.divides,
-        STAGES=min(tile.stages, room, num_blocks), EARLY=early, WARPS=tile.warps, ACTIVATION=activation,
+        WHOLE=num_inputs % form.block == 0, TOKENS=tile.tokens, SLABS=tile.outputs // SLAB,
+        AHEAD=tile.stages, TURNS=turns if tile.tokens == 1 else 1, WARPS=tile.warps, ACTIVATION=activation,
         BIASED=not absent(bias), ADDS=residual is not None, num_warps=tile.warps, enable_fp_fusion=False,
+        **more,
     )  # fmt: skip
 
 

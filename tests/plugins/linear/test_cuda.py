@@ -25,7 +25,6 @@ DIRECT = (
     Tile(16, 8, 128, 8, 2, True, group=2, direct=True),
     Tile(32, 8, 128, 4, 2, True, group=3, direct=True),
 )
-SOME = Tile(64, 32, 128, 4, 4, True, direct=True)
 HALF = torch.bfloat16
 FLOATS = re.compile(r"^\s*((?:ex2|div|fma|mul|add|sub|neg|max|rcp|cvt)\.[\w.]*f32[\w.]*)\s", re.M)
 
@@ -146,16 +145,6 @@ def test_codes_go_straight_to_who_multiplies_few_tokens(layout: Layout) -> None:
         found = compile_call(call, 90)
         assert call.kernel == "linear._coded_few" and "mma.sync" in found.ptx
         assert found.binary.shared <= SHARED[90] // 4 and "fma.rn.f32" not in FLOATS.findall(found.ptx)
-
-
-@pytest.mark.parametrize("layout", [Layout("int4", 64, ("zeros",)), Layout("e2m1", 16, ("factor",))], ids=str)
-def test_codes_are_widened_where_dozens_of_tokens_are_multiplied(layout: Layout) -> None:
-    """No product is fused with a sum, and two programs share a multiprocessor."""
-    given = (made(40, 512), packed(layout, 256, 512), made(256), 256, layout, made(40, 256), "", SOME)
-    (call,) = calls_at(coded.linear, H200, *given)
-    found = compile_call(call, 90)
-    assert call.kernel == "linear._coded_some" and "wgmma" in found.ptx
-    assert found.binary.shared <= SHARED[90] // 2 and "fma.rn.f32" not in FLOATS.findall(found.ptx)
 
 
 def test_the_best_of_few_tokens_is_found_by_gluon_too() -> None:
