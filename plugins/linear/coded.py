@@ -41,6 +41,7 @@ def linear(
     tile: Tile | None = None,
 ) -> Any:  # [T, O], or what it ends as
     """See reference.py. A row's bits do not depend on T, its place or other rows."""
+    check("linear", "x", x, (None, None), FLOATS, x.device, apart=1, anywhere=True)
     is_stored, form = ending != "argmax", form_of(weight_layout)
     if tile is None or not may_serve(x, num_outputs, form, is_stored, residual)(tile):
         tile = tile_for(x, num_outputs, form, is_stored, residual)
@@ -134,7 +135,6 @@ def _launch(
     best: torch.Tensor | None,  # with argmax: the outputs whose values y holds
     activation: str,
 ) -> None:
-    check("linear", "x", x, (None, None), FLOATS, x.device, apart=1, anywhere=True)
     if not absent(bias):
         check("linear", "bias", bias, (num_outputs,), FLOATS, x.device, anywhere=True)
     num_tokens, num_inputs = x.shape

@@ -131,9 +131,8 @@ def _coded_few(x, words, scales, zeros, factors, bias, residual, best, y, num_to
     if TOKENS == 1:  # behind words, which take longer
         _hold(x + gl.program_id(0).to(gl.int64) * x_len, held, num_inputs)
     first, num_rounds = 0, gl.cdiv(num_blocks, WARPS * AHEAD)
-    for _ in range(
-        gl.cdiv(gl.cdiv(last_slab + 1, SLABS) - gl.program_id(1), gl.num_programs(1)) * num_rounds
-    ):
+    num_tiles = gl.cdiv(gl.cdiv(last_slab + 1, SLABS) - gl.program_id(1), gl.num_programs(1))
+    for _ in range(num_tiles * num_rounds):
         of_words, of_scales, of_zeros, of_inputs = next_words, next_scales, next_zeros, next_inputs
         next_words, next_scales, next_zeros, next_inputs = (), (), (), ()
         is_last = first + WARPS * AHEAD >= num_blocks  # of the tile
