@@ -207,10 +207,10 @@ class SideBySide(nn.Module):
         fetches the next one's weight meanwhile."""
         left, each = list(widths), []
         for layer in self.layers:
-            own: list[int] = []
-            while left and sum(own) + left[0] <= layer.weight.shape[0]:
+            own, num_outputs = list[int](), len(layer.get_parameter("weight"))
+            while left and sum(own) + left[0] <= num_outputs:
                 own.append(left.pop(0))
-            if sum(own) < layer.weight.shape[0]:
+            if sum(own) < num_outputs:
                 return self(x).split(widths, dim=1)
             each.append(own)
         order = sorted(range(len(each)), key=lambda n: sum(each[n]))
