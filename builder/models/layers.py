@@ -197,7 +197,7 @@ class SideBySide(nn.Module):
 
     def __init__(self, layers: Sequence[Linear]) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(layers)
+        self.layers, self.sizes = nn.ModuleList(layers), [len(layer.weight) for layer in layers]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return torch.cat([layer(x) for layer in self.layers], dim=1)
@@ -206,8 +206,8 @@ class SideBySide(nn.Module):
         """The outputs in parts; none is copied if each is one layer's. The narrowest layer comes first: a GPU
         fetches the next one's weight meanwhile."""
         left, each = list(widths), []
-        for layer in self.layers:
-            own, num_outputs = list[int](), len(layer.get_parameter("weight"))
+        for num_outputs in self.sizes:
+            own: list[int] = []
             while left and sum(own) + left[0] <= num_outputs:
                 own.append(left.pop(0))
             if sum(own) < num_outputs:
