@@ -128,7 +128,7 @@ def candidates(num_rows: int, layout: Layout) -> list[Tile | None]:
     most = next(most for most in SWEEP if num_rows <= most)
     tiles = [made_tile(*given) for given in SWEEP[most]]
     if num_rows <= 8 and not layout.inputs:
-        tiles += [Tile(outputs, 1 if num_rows == 1 else 8, 128, warps, ahead, True, group=group, direct=True)
+        tiles += [Tile(outputs, 8, 128, warps, ahead, True, group=group, direct=True)
                   for outputs, warps, ahead, group in FEW]  # fmt: skip
     return [None, *(tile for tile in tiles if tile.consumers or not layout.inputs)]
 

@@ -175,7 +175,6 @@ def _launch_few(
     """Gluon's kernel for few tokens."""
     (num_tokens, num_inputs), form = x.shape, found.form
     more = {"maxnreg": 128} if form.kind == "e2m1" else {}  # fewer would be spent, and inputs asked for late
-    turns = cdiv(num_inputs, form.block * tile.warps * tile.stages) * tile.stages
     programs = min(gpu_of(x.device).multiprocessors * tile.group, cdiv(num_outputs, tile.outputs))
     _coded_few[cdiv(num_tokens, tile.tokens), programs](
         x, found.words, found.scales, found.zeros, found.factors, y if absent(bias) else bias,
@@ -183,8 +182,8 @@ def _launch_few(
         num_inputs, x.stride(0), 0 if residual is None else residual.stride(0),
         0 if activation == "argmax" else y.stride(0), KIND=form.kind, HALF=form.half, PARTS=16 // form.bits,
         SCALED=form.is_scaled, ZEROS=form.has_zeros, DIVIDES=form.divides,
-        WHOLE=num_inputs % form.block == 0, TOKENS=tile.tokens, SLABS=tile.outputs // SLAB,
-        AHEAD=tile.stages, TURNS=turns if tile.tokens == 1 else 1, WARPS=tile.warps, ACTIVATION=activation,
+        WHOLE=num_inputs % form.block == 0, SLABS=tile.outputs // SLAB,
+        AHEAD=tile.stages, WARPS=tile.warps, ACTIVATION=activation,
         BIASED=not absent(bias), ADDS=residual is not None, num_warps=tile.warps, enable_fp_fusion=False,
         **more,
     )  # fmt: skip

@@ -63,31 +63,16 @@ def _owned(warps):
     return gl.DistributedLinearLayout([[8, 0]], lanes, [[4, 0], *spare], [], [16, 8])
 
 
-@gluon.constexpr_function
-def _shared(warps):
-    """Of the sixteen words [WARPS, 16] of two products' inputs of one token four are a thread's, and those of
-    seven others, too; and the same as [WARPS, 8, 4, 4]."""
-    bits = range(warps.bit_length() - 1)
-    few = [[0, 4], [0, 8], [0, 0], [0, 0], [0, 0]]
-    words = gl.DistributedLinearLayout([[0, 1], [0, 2]], few, [[1 << b, 0] for b in bits], [], [warps, 16])
-    lanes = [[0, 0, 1, 0], [0, 0, 2, 0], [0, 1, 0, 0], [0, 2, 0, 0], [0, 4, 0, 0]]
-    spread = [[1 << b, 0, 0, 0] for b in bits]
-    whole = gl.DistributedLinearLayout([[0, 0, 0, 1], [0, 0, 0, 2]], lanes, spread, [], [warps, 8, 4, 4])
-    return words, whole
-
-
 @gluon.jit(do_not_specialize=["num_tokens"])
 def _coded_few(x, words, scales, zeros, factors, bias, residual, best, y, num_tokens, num_outputs, num_inputs,
                x_len, residual_len, y_len, KIND: gl.constexpr, HALF: gl.constexpr, PARTS: gl.constexpr,
                SCALED: gl.constexpr, ZEROS: gl.constexpr, DIVIDES: gl.constexpr, WHOLE: gl.constexpr,
-               TOKENS: gl.constexpr, SLABS: gl.constexpr, AHEAD: gl.constexpr, TURNS: gl.constexpr,
-               WARPS: gl.constexpr, ACTIVATION: gl.constexpr, BIASED: gl.constexpr,
-               ADDS: gl.constexpr):  # fmt: skip
+               SLABS: gl.constexpr, AHEAD: gl.constexpr, WARPS: gl.constexpr, ACTIVATION: gl.constexpr,
+               BIASED: gl.constexpr, ADDS: gl.constexpr):  # fmt: skip
     # Grid: token tiles x programs that walk over output tiles, neighbours in the same codes.
-    # Tile: [SLABS * 16 outputs, TOKENS], the whole inner dimension; a warp has every WARPS-th step.
+    # Tile: [SLABS * 16 outputs, 8 tokens], the whole inner dimension; a warp has every WARPS-th step.
     # Traffic: codes and scales once per token tile, x once per output tile (from L2), y once.
     # AHEAD: steps of a warp whose words and inputs are on their way; WHOLE: num_inputs fills its blocks.
-    # TOKENS: 8, or 1: then its inputs wait in shared memory, TURNS times those of WARPS blocks.
     BLOCK: gl.constexpr = PARTS * HALF
     lines: gl.constexpr = gl.BlockedLayout([1, 4], [32, 1], [WARPS, 1], [1, 0])  # four of every thread's
     owned: gl.constexpr = _owned(WARPS)
@@ -108,9 +93,6 @@ def _coded_few(x, words, scales, zeros, factors, bias, residual, best, y, num_to
         (token.to(gl.int64) * (x_len // 2))[:, None] + pair
     )
     live = (token < num_tokens)[:, None] & (four >= 0)[None, :]
-    held = gl.allocate_shared_memory(
-        gl.int32, [TURNS, WARPS, BLOCK // 2], gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
-    )
     places, totals = (), ()
     flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
     for _ in gl.static_range(AHEAD * SLABS):
@@ -120,16 +102,13 @@ def _coded_few(x, words, scales, zeros, factors, bias, residual, best, y, num_to
     next_words, next_scales, next_zeros, next_inputs = (), (), (), ()
     for n in gl.static_range(AHEAD):
         block = n * WARPS + warp
-        if TOKENS > 1:
-            next_inputs += (_inputs(x_at, pair, live, block, num_inputs, BLOCK, WHOLE),)
+        next_inputs += (_inputs(x_at, pair, live, block, num_inputs, BLOCK, WHOLE),)
         for m in gl.static_range(SLABS):
             slab = gl.minimum(first_slab + m, last_slab)
             line = slab.to(gl.int64) * num_blocks + gl.minimum(block, num_blocks - 1)
             next_words += (_words(word_at, line, HALF),)
             next_scales += (_scales(scales, line, beside_at, KIND, SCALED),)
             next_zeros += (_zeros(zeros, line, slab, beside_at, KIND, SCALED, ZEROS),)
-    if TOKENS == 1:  # behind words, which take longer
-        _hold(x + gl.program_id(0).to(gl.int64) * x_len, held, num_inputs)
     first, num_rounds = 0, gl.cdiv(num_blocks, WARPS * AHEAD)
     num_tiles = gl.cdiv(gl.cdiv(last_slab + 1, SLABS) - gl.program_id(1), gl.num_programs(1))
     for _ in range(num_tiles * num_rounds):
@@ -140,11 +119,7 @@ def _coded_few(x, words, scales, zeros, factors, bias, residual, best, y, num_to
         next_slab = gl.where(is_last, first_slab + gl.num_programs(1) * SLABS, first_slab)
         for n in gl.static_range(AHEAD):
             block = next_first + n * WARPS + warp
-            if TOKENS > 1:
-                next_inputs += (_inputs(x_at, pair, live, block, num_inputs, BLOCK, WHOLE),)
-                inputs = of_inputs[n]
-            else:
-                inputs = _held(held.index(first // WARPS + n), lines, WARPS, BLOCK)
+            next_inputs += (_inputs(x_at, pair, live, block, num_inputs, BLOCK, WHOLE),)
             for m in gl.static_range(SLABS):
                 slab = gl.minimum(next_slab + m, last_slab)
                 line = slab.to(gl.int64) * num_blocks + gl.where(
@@ -155,7 +130,7 @@ def _coded_few(x, words, scales, zeros, factors, bias, residual, best, y, num_to
                 next_zeros += (_zeros(zeros, line, slab, beside_at, KIND, SCALED, ZEROS),)
                 sums = gl.zeros((32 * WARPS, 4), gl.float32, lines)
                 scale, zero = of_scales[n * SLABS + m], of_zeros[n * SLABS + m]
-                sums = _multiplied(sums, of_words[n * SLABS + m], scale, zero, inputs, KIND, ZEROS)
+                sums = _multiplied(sums, of_words[n * SLABS + m], scale, zero, of_inputs[n], KIND, ZEROS)
                 if SCALED:
                     sums = sums * scale
                 sums = sums.reshape(WARPS, 8, 4, 2, 2).permute(0, 3, 1, 2, 4)  # warp, half, row, token
@@ -168,16 +143,15 @@ def _coded_few(x, words, scales, zeros, factors, bias, residual, best, y, num_to
                     total += places[n * SLABS + m].slice(w * SLAB, SLAB).load(owned)
             if is_last:
                 _end(total, factors, bias, residual, best, y, first_slab + m, num_tokens, num_outputs,
-                     residual_len, y_len, KIND, SCALED, DIVIDES, TOKENS, ACTIVATION, BIASED,
-                     ADDS)  # fmt: skip
+                     residual_len, y_len, KIND, SCALED, DIVIDES, ACTIVATION, BIASED, ADDS)  # fmt: skip
             totals += (gl.where(is_last, 0.0, total),)
         first, first_slab = next_first, next_slab
 
 
 @gluon.jit
 def _end(total, factors, bias, residual, best, y, slab, num_tokens, num_outputs, residual_len, y_len,
-         KIND: gl.constexpr, SCALED: gl.constexpr, DIVIDES: gl.constexpr, TOKENS: gl.constexpr,
-         ACTIVATION: gl.constexpr, BIASED: gl.constexpr, ADDS: gl.constexpr):  # fmt: skip
+         KIND: gl.constexpr, SCALED: gl.constexpr, DIVIDES: gl.constexpr, ACTIVATION: gl.constexpr,
+         BIASED: gl.constexpr, ADDS: gl.constexpr):  # fmt: skip
     """What ends 16 outputs, and their places."""
     output = slab * SLAB + gl.arange(0, SLAB, gl.SliceLayout(1, total.type.layout))
     output = gl.minimum(output, num_outputs - 1)
@@ -186,40 +160,10 @@ def _end(total, factors, bias, residual, best, y, slab, num_tokens, num_outputs,
     if BIASED:
         total += gl.load(bias + output).to(gl.float32)[:, None]
     if ACTIVATION == "argmax":
-        _store_best(total, y, best, slab, num_tokens, num_outputs, TOKENS)
+        _store_best(total, y, best, slab, num_tokens, num_outputs)
     else:
-        _leave(total, residual, y, slab * SLAB, num_tokens, num_outputs, residual_len, y_len, TOKENS,
-               ACTIVATION, ADDS)  # fmt: skip
-
-
-@gluon.jit
-def _hold(x, held, num_inputs):
-    """A token's inputs, as products take them: of two sixteens each thread's words side by side."""
-    WARPS: gl.constexpr = held.shape[1]
-    WORDS: gl.constexpr = held.shape[2]
-    layout: gl.constexpr = gl.BlockedLayout([1, WORDS // 32], [1, 32], [WARPS, 1], [1, 0])
-    word = gl.arange(0, WARPS, gl.SliceLayout(1, layout))[:, None] * WORDS
-    word += gl.arange(0, WORDS, gl.SliceLayout(0, layout))[None, :]
-    x_at = x.to(gl.pointer_type(gl.int32), bitcast=True) + word
-    TURNS: gl.constexpr = held.shape[0]
-    for turn in gl.static_range(TURNS):
-        first = turn * (WARPS * WORDS)
-        found = gl.load(x_at + first, mask=(word + first) * 2 < num_inputs, other=0)
-        found = found.reshape(WARPS, WORDS // 16, 2, 4, 2).permute(0, 1, 3, 2, 4)
-        held.index(turn).store(found.reshape(WARPS, WORDS))
-
-
-@gluon.jit
-def _held(turn, lines: gl.constexpr, WARPS: gl.constexpr, BLOCK: gl.constexpr):
-    """A step's inputs, those of two products at a time; all eight columns of a product are the one token."""
-    LAYOUTS: gl.constexpr = _shared(WARPS)
-    found = ()
-    for start in gl.static_range(0, BLOCK // 2, 16):
-        part = turn.slice(start, 16, 1).load(LAYOUTS[0]).reshape(WARPS, 4, 4)
-        part = gl.convert_layout(part, gl.SliceLayout(1, LAYOUTS[1]), assert_trivial=True)
-        part = gl.expand_dims(part, 1).broadcast_to(WARPS, 8, 4, 4).reshape(32 * WARPS, 4)
-        found += (gl.convert_layout(part, lines, assert_trivial=True),)
-    return found
+        _leave(total, residual, y, slab * SLAB, num_tokens, num_outputs, residual_len, y_len, ACTIVATION,
+               ADDS)  # fmt: skip
 
 
 @gluon.jit
@@ -284,7 +228,7 @@ def _multiplied(sums, words, scale, zero, inputs, KIND: gl.constexpr, ZEROS: gl.
 
 
 @gluon.jit
-def _store_best(total, values, outputs, part, num_tokens, num_outputs, TOKENS: gl.constexpr):
+def _store_best(total, values, outputs, part, num_tokens, num_outputs):
     """Stores the best of a tile's outputs and its value, [parts, T]; as dense.py's best_of finds them."""
     layout: gl.constexpr = total.type.layout
     OUTPUTS: gl.constexpr = total.shape[0]
@@ -295,17 +239,15 @@ def _store_best(total, values, outputs, part, num_tokens, num_outputs, TOKENS: g
     best = gl.max(value, axis=0)
     is_best = (value == best[None, :]) & (output < num_outputs)[:, None]
     first = gl.min(gl.where(is_best, output[:, None], 2147483647), axis=0)
-    column = gl.arange(0, total.shape[1], gl.SliceLayout(0, layout))
-    token = gl.program_id(0) * TOKENS + column
+    token = gl.program_id(0) * EIGHT + gl.arange(0, EIGHT, gl.SliceLayout(0, layout))
     at, live = part.to(gl.int64) * num_tokens + token, (token < num_tokens) & (part * OUTPUTS < num_outputs)
-    live &= column < TOKENS
     gl.store(values + at, best, mask=live)
     gl.store(outputs + at, first, mask=live)
 
 
 @gluon.jit
-def _leave(total, residual, y, row, num_tokens, num_outputs, residual_len, y_len, TOKENS: gl.constexpr,
-           ACTIVATION: gl.constexpr, ADDS: gl.constexpr):  # fmt: skip
+def _leave(total, residual, y, row, num_tokens, num_outputs, residual_len, y_len, ACTIVATION: gl.constexpr,
+           ADDS: gl.constexpr):  # fmt: skip
     """Ends a tile [outputs from `row` on, tokens] and stores it."""
     halved: gl.constexpr = 2 if ACTIVATION == "swiglu" else 1
     if ACTIVATION == "relu2":
@@ -314,10 +256,8 @@ def _leave(total, residual, y, row, num_tokens, num_outputs, residual_len, y_len
         total = _open_eights(total)
     layout: gl.constexpr = total.type.layout
     column = row // halved + gl.arange(0, total.shape[0], gl.SliceLayout(1, layout))
-    each = gl.arange(0, total.shape[1], gl.SliceLayout(0, layout))
-    token = gl.program_id(0).to(gl.int64) * TOKENS + each
-    live = (token < num_tokens) & (each < TOKENS)
-    inside = (column < num_outputs // halved)[:, None] & live[None, :]
+    token = gl.program_id(0).to(gl.int64) * EIGHT + gl.arange(0, EIGHT, gl.SliceLayout(0, layout))
+    inside = (column < num_outputs // halved)[:, None] & (token < num_tokens)[None, :]
     if ADDS:
         at = residual + (token * residual_len)[None, :] + column[:, None]
         total += gl.load(at, mask=inside, other=0.0).to(gl.float32)

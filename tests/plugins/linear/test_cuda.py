@@ -24,7 +24,6 @@ GLUON = sorted(tile for tile in table_of(90).tiles() if tile.consumers)
 DIRECT = (
     Tile(16, 8, 128, 8, 2, True, group=2, direct=True),
     Tile(32, 8, 128, 4, 2, True, group=3, direct=True),
-    Tile(16, 1, 128, 4, 4, True, group=5, direct=True),
 )
 HALF = torch.bfloat16
 FLOATS = re.compile(r"^\s*((?:ex2|div|fma|mul|add|sub|neg|max|rcp|cvt)\.[\w.]*f32[\w.]*)\s", re.M)
