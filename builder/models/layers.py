@@ -204,7 +204,7 @@ class SideBySide(nn.Module):
 
     def split(self, x: torch.Tensor, widths: Sequence[int]) -> Sequence[torch.Tensor]:
         """The outputs in parts; none is copied if each is one layer's. The narrowest layer comes first: a GPU
-        fetches the next one's weight meanwhile."""
+        begins the next one meanwhile."""
         left, each = list(widths), []
         for num_outputs in self.sizes:
             own: list[int] = []
