@@ -1,7 +1,8 @@
 """Decode steps of models of real dimensions on a GPU (random weights), beside their floors and vLLM's steps.
 
-    PYTHONPATH=. python benchmarks/gpu_models.py [--models 9b,9b/32k,9b/fp8,0.8b,nano,30b] [--rows 1,64,256]
-        [--drafts none,mtp,adaptive] [--context 2048] [--prompts] [--engines FOLDER] [--build]
+    PYTHONPATH=. python benchmarks/gpu_models.py [--models 9b,9b/32k,9b/int4/draft-int4,0.8b]
+        [--rows 1,64,256] [--drafts none,mtp,adaptive] [--context 2048] [--prompts] [--engines FOLDER]
+        [--build]
 
 Of each model it makes an engine, in --engines if that is named and has none yet; with --build it does no
 more, and needs no GPU. A line per kind of drafts and number of rows: the
@@ -46,9 +47,17 @@ NAMES = {
     "0.8b": "qwen3.5-0.8b",
     "nano": "nemotron-nano-9b-v2",
     "30b": "nemotron-3.5-30b-a3b",
+    "35b": "qwen3.5-35b-a3b",
 }
-CODES = ("fp8", "int8", "int4", "nvfp4")  # behind a model's name and a slash: its weights are rounded to them
-FEW = "/32k"  # behind a model's name: drafts are chosen among the 32,768 lowest ids
+PARTS: dict[str, dict[str, Any]] = {  # behind a model's name, each behind a slash: options of its engine
+    "fp8": {"quantize": "fp8"},
+    "int8": {"quantize": "int8"},
+    "int4": {"quantize": "int4"},
+    "nvfp4": {"quantize": "nvfp4"},
+    "w8a8": {"quantize": "fp8", "act_dtype": "fp8"},
+    "draft-int4": {"draft_head": "int4"},
+    "32k": {"draft_vocab": 32_768},  # drafts are chosen among the lowest ids
+}
 ADAPTIVE = "adaptive"
 NUM_DRAFTS, TOKENS_A_STEP = 3, 3.05
 FIRST_STEPS = (0, 40)
@@ -267,12 +276,11 @@ def made(model: str, folder: Path, max_rows: int, max_len: int, tp: int = 1, sam
     engine_dir = folder / f"{model.replace('/', '-')}-{max_rows}-{max_len}-{tp}{bits}"
     if not (engine_dir / "manifest.json").is_file():
         arch = arch_here() if torch.cuda.is_available() else "sm_90"
-        sizes: dict[str, Any] = {"max_len": max_len, "max_rows": max_rows, "max_step_tokens": 8192}
-        few = 32_768 if model.endswith(FEW) else None
-        codes = next((name for name in CODES if model.endswith(f"/{name}")), None)
-        sizes |= {"draft_vocab": few, "quantize": codes, "tp": tp, "same_bits": same_bits}
-        options = Options(arch=arch, random_weights=True, **sizes)
-        build(CONFIGS / NAMES[model.partition("/")[0]], engine_dir, options)
+        sizes = {"max_len": max_len, "max_rows": max_rows, "max_step_tokens": 8192}
+        name, *parts = model.split("/")
+        chosen = {option: value for part in parts for option, value in PARTS[part].items()}
+        options = Options(arch=arch, random_weights=True, tp=tp, same_bits=same_bits, **chosen, **sizes)
+        build(CONFIGS / NAMES[name], engine_dir, options)
     return engine_dir
 
 

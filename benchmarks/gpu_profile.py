@@ -31,7 +31,10 @@ LONG = 20.0  # microseconds: between steps, not within one
 SECONDS = 0.15  # that decode steps are watched
 SHOWN = 24  # kernels of a table
 GROUPS = {
-    "dense": ("_tiles", "_persistent", "_dense", "_best_part"),
+    "dense": (
+        *("_tiles", "_persistent", "_dense", "_best_part", "_round"),
+        *("_coded", "_coded_few", "_dense_steps", "_unpack", "_e4m3"),
+    ),
     "experts": ("_experts", "_experts_persistent", "_sort", "_combine", "_copy_lines", "_route"),
     "attention": ("_write", "_attend", "_prompt", "_join", "_rope"),
     "recurrence": ("_weigh", "_step", "_scan"),

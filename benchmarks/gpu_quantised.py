@@ -60,12 +60,13 @@ SWEEP = {  # by the most rows: outputs, rows, inputs of a turn, warps, stages, s
         (64, 64, 128, 4, 4, 0),
     ],
     256: [(64, 64, 128, 4, 4, 0), (128, 128, 128, 8, 3, 0), (128, 128, 64, 4, 6, 0, 2)],
-    8192: [(128, 128, 128, 8, 3, 0), (128, 128, 64, 4, 6, 0, 2)],
+    8192: [(128, 128, 64, 4, 6, 0, 2), (192, 128, 64, 4, 6, 0, 3)],
 }  # fmt: skip
 
 
-FEW = [  # of codes of 4 bits by gluon_few.py: outputs, warps, steps of a warp that are on their way
-    (16, 8, 2), (16, 4, 4), (32, 4, 2),
+FEW = [  # by gluon_few.py: outputs, warps, steps of a warp under way, programs of a multiprocessor
+    (16, 4, 4, 3), (16, 4, 4, 5), (16, 4, 2, 5), (16, 4, 2, 8), (16, 8, 2, 2), (16, 8, 2, 4), (16, 16, 1, 2),
+    (16, 16, 2, 2), (32, 4, 2, 4),
 ]  # fmt: skip
 
 
@@ -126,9 +127,9 @@ def candidates(num_rows: int, layout: Layout) -> list[Tile | None]:
     """Tiles that could serve so many rows; for inputs in e4m3 those of Gluon."""
     most = next(most for most in SWEEP if num_rows <= most)
     tiles = [made_tile(*given) for given in SWEEP[most]]
-    if num_rows <= 8 and layout.kind in ("int4", "e2m1"):
-        tiles += [Tile(outputs, 8, 128, warps, ahead, True, abreast=warps, direct=True)
-                  for outputs, warps, ahead in FEW]  # fmt: skip
+    if num_rows <= 8 and not layout.inputs:
+        tiles += [Tile(outputs, 8, 128, warps, ahead, True, group=group, direct=True)
+                  for outputs, warps, ahead, group in FEW]  # fmt: skip
     return [None, *(tile for tile in tiles if tile.consumers or not layout.inputs)]
 
 

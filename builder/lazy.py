@@ -9,6 +9,7 @@ from typing import NamedTuple, Protocol, TypeVar
 
 import torch
 
+from hemiola.plugins.gpu.lines import pack_lines
 from hemiola.plugins.gpu.words import pack_words, pack_words_in_parts
 from hemiola.plugins.groups import Layout, WeightGroup, dequantised, joined
 from hemiola.plugins.linear.spec import strips
@@ -26,7 +27,7 @@ class Read(Protocol[T_co]):
 
 
 class Unpacked(NamedTuple):
-    """What a weight was before it was packed for a GPU (plugins/gpu/words.py)."""
+    """What a weight was before it was packed for a GPU (plugins/gpu/words.py, lines.py)."""
 
     layout: Layout
     shape: tuple[int, ...]
@@ -149,7 +150,8 @@ class Lazy:
             source, result = self.read, pack(torch.empty(self.shape, dtype=self.dtype, device="meta"))
         else:
             source, result = group.read, pack(WeightGroup.empty(group.layout, self.shape))
-            words = Unpacked(group.layout, self.shape) if pack is pack_words and std is not None else None
+            is_drawn = std is not None and pack in (pack_words, pack_lines)
+            words = Unpacked(group.layout, self.shape) if is_drawn else None
             std = std if words else None
         each = 1 if len(self.shape) == 3 else STRIP if pack is strips else 0  # rows of a packed line
 

@@ -6,6 +6,7 @@ from typing import Annotated, Literal
 import torch
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationInfo, field_validator
 
+from hemiola.plugins.gpu import lines
 from hemiola.plugins.gpu.binaries import Binary
 from hemiola.plugins.gpu.words import form_of, num_bytes, refuses_layout
 from hemiola.plugins.groups import Layout
@@ -90,15 +91,17 @@ class Drawn(Frozen):
     dtype: Dtype
     std: float = Field(ge=0, allow_inf_nan=False)
     ranked: bool = False  # each rank draws numbers of its own
-    layout: Word = ""  # of a quantised weight for a GPU (plugins/gpu/words.py), which has this shape unpacked
+    layout: Word = ""  # of a quantised weight for a GPU, which has this shape unpacked
 
     @field_validator("layout")
     @classmethod
     def _is_layout(cls, text: str, info: ValidationInfo) -> str:
         if text and len(info.data.get("shape", ())) < 2:
             raise ValueError("a quantised weight has outputs and inputs")
-        if text and (reason := refuses_layout(Layout.parse(text))):
-            raise ValueError(f"{text!r}: {reason}")
+        if text:
+            layout = Layout.parse(text)
+            if reason := lines.refuses_wide(layout) if layout.inputs else refuses_layout(layout):
+                raise ValueError(f"{text!r}: {reason}")
         return text
 
     @property
@@ -107,7 +110,10 @@ class Drawn(Frozen):
         if not self.layout:
             return math.prod(self.shape) * getattr(torch, self.dtype).itemsize
         *outer, outputs, inputs = self.shape
-        return math.prod(outer) * num_bytes(form_of(Layout.parse(self.layout)), outputs, inputs)
+        layout = Layout.parse(self.layout)
+        if layout.inputs:
+            return math.prod(outer) * lines.num_bytes(layout, outputs, inputs)
+        return math.prod(outer) * num_bytes(form_of(layout), outputs, inputs)
 
 
 class OpNode(Frozen):

@@ -143,6 +143,10 @@ class Linear(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.ops.linear(x, self.weight, self.bias)
 
+    def split(self, x: torch.Tensor, widths: Sequence[int]) -> Sequence[torch.Tensor]:
+        """The outputs in parts."""
+        return self(x).split(widths, dim=1)
+
     def best(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """The highest output of each line, and which it is."""
         return self.ops.linear_argmax(x, self.weight, self.bias)
@@ -193,10 +197,25 @@ class SideBySide(nn.Module):
 
     def __init__(self, layers: Sequence[Linear]) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(layers)
+        self.layers, self.sizes = nn.ModuleList(layers), [len(layer.weight) for layer in layers]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return torch.cat([layer(x) for layer in self.layers], dim=1)
+
+    def split(self, x: torch.Tensor, widths: Sequence[int]) -> Sequence[torch.Tensor]:
+        """The outputs in parts; none is copied if each is one layer's. The narrowest layer comes first: a GPU
+        begins the next one meanwhile."""
+        left, each = list(widths), []
+        for num_outputs in self.sizes:
+            own: list[int] = []
+            while left and sum(own) + left[0] <= num_outputs:
+                own.append(left.pop(0))
+            if sum(own) < num_outputs:
+                return self(x).split(widths, dim=1)
+            each.append(own)
+        order = sorted(range(len(each)), key=lambda n: sum(each[n]))
+        found = {n: self.layers[n](x).split(each[n], dim=1) for n in order}
+        return [part for n in range(len(each)) for part in found[n]]
 
 
 def dense(kit: Kit, parts: Sequence[Lazy]) -> Linear | SideBySide:

@@ -85,7 +85,7 @@ class GatedAttention(nn.Module):
         self.out = Down(kit, matrix(f"{prefix}o_proj.weight", hidden, heads * size))
 
     def forward(self, x: torch.Tensor, step: Step) -> torch.Tensor:
-        qk, v, gate = self.proj(x).split(self.widths, dim=1)
+        qk, v, gate = self.proj.split(x, self.widths)
         heads = self.norm(qk).view(-1, self.heads + self.kv_heads, self.head_dim)
         q, k = self.ops.rope(heads, step.positions, self.table).split([self.heads, self.kv_heads], dim=1)
         o = self.pages(q, k, v.view(-1, self.kv_heads, self.head_dim), step)
@@ -141,7 +141,7 @@ class GatedDelta(nn.Module):
         self.out_proj = Down(kit, out)
 
     def forward(self, x: torch.Tensor, step: Step) -> torch.Tensor:
-        qkv, z, b, _, a, _ = self.in_proj(x).split(self.widths, dim=1)
+        qkv, z, b, _, a, _ = self.in_proj.split(x, self.widths)
         qk, v = self.conv(qkv, step).split([self.qk_width, self.v_width], dim=1)
         q, k = self.qk_norm(qk).view(-1, 2 * self.k_heads, self.k_dim).split(self.k_heads, dim=1)
         v = v.view(-1, self.v_heads, self.v_dim)

@@ -39,10 +39,11 @@ def instructions(name, part):
             "lop3.b32 t, t, 0x000f000f, 0x43004300, 0xea; mov.b32 u, 0x3f803f80; mov.b32 v, 0xc308c308;"
             " fma.rn.bf16x2 $0, t, u, v;",
         ),
-        "e2m1": (  # 2^-126 times the code: its bits where bf16 has them
-            ("shl.b32 t, $1, 12; shl.b32 u, $1, 6;", "shl.b32 t, $1, 8; shl.b32 u, $1, 2;",
-             "shl.b32 t, $1, 4; shr.b32 u, $1, 2;", "mov.b32 t, $1; shr.b32 u, $1, 6;"),
-            "and.b32 u, u, 0x01c001c0; lop3.b32 $0, t, 0x80008000, u, 0xea;",
+        "e2m1": (  # 2^-126 times the code: its bits where bf16 has them (words.py, spread)
+            ("mov.b32 t, $1;", "shl.b32 t, $1, 3;", "shl.b32 t, $1, 6;",
+             "shr.b32 t, $1, 3; and.b32 t, t, 0x01800180; shr.b32 u, $1, 7;"
+             " lop3.b32 t, u, 0x00400040, t, 0xea; shl.b32 u, $1, 1; lop3.b32 t, u, 0x80008000, t, 0xea;"),
+            "mov.b32 $0, t;" if part == 3 else "and.b32 $0, t, 0x81c081c0;",
         ),
     }[name]  # fmt: skip
     return "{ .reg .b32 t, u, v; " + moves[part] + " " + rest + " }"
@@ -274,11 +275,13 @@ def _number(word, part: tl.constexpr, KIND: tl.constexpr):
     elif KIND == "int4":
         return (((word.to(tl.int32) >> (4 * part)) & 15) - 8).to(tl.float32)
     else:
-        code = (word.to(tl.int32) >> (4 * part)) & 15
-        size = ((code & 7) << 22).to(
-            tl.float32, bitcast=True
-        ) * 85070591730234615865843651857942052864.0  # 2^126
-        return tl.where(code & 8 != 0, -size, size)
+        bits = word.to(tl.int32)
+        if part == 3:
+            sign, code = bits >> 14, (bits >> 9) & 6 | (bits >> 13) & 1
+        else:
+            sign, code = bits >> (15 - 3 * part), (bits >> (6 - 3 * part)) & 7
+        size = (code << 22).to(tl.float32, bitcast=True) * 85070591730234615865843651857942052864.0  # 2^126
+        return tl.where(sign & 1 != 0, -size, size)
 
 
 @triton.jit

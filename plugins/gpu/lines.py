@@ -4,6 +4,7 @@ A matrix is one row of bytes: codes [O, F], lines filled up to whole STEPs with 
 the static scale of its inputs, if it has one.
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -35,6 +36,27 @@ def _sizes(layout: Layout, num_outputs: int, num_inputs: int) -> list[int]:
     num_spans = -(-num_inputs // layout.span) if layout.span else 1
     sizes = [num_outputs * width, 4 * num_spans * num_outputs, 4 * (layout.inputs == "static")]
     return [-(-size // ALIGNMENT) * ALIGNMENT for size in sizes]
+
+
+def num_bytes(layout: Layout, num_outputs: int, num_inputs: int) -> int:
+    """Of a matrix."""
+    return sum(_sizes(layout, num_outputs, num_inputs))
+
+
+def random_lines(layout: Layout, shape: Sequence[int], std: float, rng: torch.Generator) -> torch.Tensor:
+    """A packed weight [..., O, F] of random codes whose numbers have this standard deviation; a static scale
+    of inputs fits those of size 1."""
+    *outer, num_outputs, num_inputs = shape
+    size = (*outer, num_bytes(layout, num_outputs, num_inputs) // 4)
+    ints = torch.randint(-(2**31), 2**31, size, generator=rng, device=rng.device, dtype=torch.int32)
+    made, narrow = ints.view(torch.uint8), 0xBF  # below 2, and no NaN
+    every = (torch.arange(256, dtype=torch.uint8) & narrow).view(E4M3).float()
+    found = sections(made, layout, num_outputs, num_inputs)
+    found.codes.view(torch.uint8).bitwise_and_(narrow)
+    found.scales.fill_(std / every.square().mean().sqrt().item())
+    if layout.inputs == "static":
+        found.static.fill_(2.0**-7)
+    return made
 
 
 def pack_lines(group: WeightGroup) -> torch.Tensor:

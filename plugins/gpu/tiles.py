@@ -23,7 +23,7 @@ class Tile(NamedTuple):
     stages: int
     weight_first: bool  # outputs on the rows of the tensor core's instruction, tokens on its columns
     is_persistent: bool = False  # tensor descriptors (TMA), a program per multiprocessor
-    group: int = 8  # token tiles that go along the outputs together
+    group: int = 8  # token tiles that go along the outputs together; direct: programs of a multiprocessor
     consumers: int = 0  # of Gluon's kernel, each of 64 outputs; 0: Triton's kernels
     abreast: int = 0  # steps of a quantised weight that warps multiply side by side; 0: one by one
     direct: bool = False  # Gluon's: codes are widened in the registers that multiply
@@ -144,7 +144,7 @@ def coded_tile_of(
     return _few_codes(table, num_tokens, num_outputs, bits, may)
 
 
-def coded_tiles(num_outputs: int, gpu: Gpu, in_gluon: bool) -> set[Tile]:
+def coded_tiles(num_outputs: int, gpu: Gpu, in_gluon: bool, is_stored: bool = True) -> set[Tile]:
     """All that `coded_tile_of` may choose, whatever may serve."""
     table = table_of(gpu.capability)
     few = {
@@ -153,7 +153,7 @@ def coded_tiles(num_outputs: int, gpu: Gpu, in_gluon: bool) -> set[Tile]:
         for bits in (4, 8)
         for may in ((lambda tile: not tile.direct), (lambda tile: in_gluon or not tile.direct))
     }
-    return few | {many.tile for many in table.codes_many if in_gluon}
+    return few | {many.tile for many in table.codes_many if in_gluon and is_stored}
 
 
 def steps_tile_of(num_tokens: int, num_outputs: int, gpu: Gpu) -> Tile | None:

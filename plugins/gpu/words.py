@@ -219,9 +219,21 @@ def _words(codes: torch.Tensor, form: Coding, whole: int) -> torch.Tensor:
     *outer, num_outputs, num_inputs = codes.shape
     codes = torch.nn.functional.pad(codes, (0, whole - num_inputs, 0, -num_outputs % SLAB))
     parts = codes.view(*outer, -1, SLAB, whole // form.block, form.block // form.half, form.half)
-    moves = torch.arange(0, 16, form.bits, dtype=torch.int32, device=codes.device)[:, None]
-    words = (parts << moves).sum(-2, dtype=torch.int32).to(torch.int16)
+    if form.kind == "e2m1":
+        parts = spread(parts)
+    else:
+        parts = parts << torch.arange(0, 16, form.bits, dtype=torch.int32, device=codes.device)[:, None]
+    words = parts.sum(-2, dtype=torch.int32).to(torch.int16)
     return words.transpose(-2, -3).contiguous().flatten(-4).view(torch.uint8)
+
+
+def spread(parts: torch.Tensor) -> torch.Tensor:
+    """Codes of e2m1 [..., 4, HALF] where a word has them: sign and size of the first three as far apart as in
+    bf16, so that a move brings both to their places; the last one has the bits between."""
+    sign, size = parts >> 3, parts & 7
+    moved = [sign[..., n, :] << (15 - 3 * n) | size[..., n, :] << (6 - 3 * n) for n in range(3)]
+    last = sign[..., 3, :] << 14 | (size[..., 3, :] & 1) << 13 | (size[..., 3, :] >> 1) << 10
+    return torch.stack([*moved, last], -2)
 
 
 def _blocks(values: torch.Tensor, width: int, each: int) -> torch.Tensor:

@@ -41,10 +41,17 @@ def linear(
     tile: Tile | None = None,
 ) -> Any:  # [T, O], or what it ends as
     """See reference.py. A row's bits do not depend on T, its place or other rows."""
-    if ending == "argmax":
-        tile = tile or tile_for(x, num_outputs, form_of(weight_layout), is_stored=False)
+    check("linear", "x", x, (None, None), FLOATS, x.device, apart=1, anywhere=True)
+    is_stored, form = ending != "argmax", form_of(weight_layout)
+    if tile is None or not may_serve(x, num_outputs, form, is_stored, residual)(tile):
+        tile = tile_for(x, num_outputs, form, is_stored, residual)
     launch = partial(_launch, x, weight, bias, residual, num_outputs, weight_layout, tile)
-    return ended(x, num_outputs, residual, ending, tile.outputs if tile else 0, launch)
+    return ended(x, num_outputs, residual, ending, _part(tile), launch)
+
+
+def _part(tile: Tile) -> int:
+    """Outputs of whose the best one is stored."""
+    return SLAB if tile.direct else tile.outputs
 
 
 def tile_for(
@@ -63,13 +70,13 @@ def tile_for(
 def may_serve(
     x: torch.Tensor, num_outputs: int, form: Coding, is_stored: bool, residual: torch.Tensor | None
 ) -> Callable[[Tile], bool]:
-    """Whether a layer may be computed in a tile; gluon_few.py takes codes of 4 bits, a step in a block."""
-    in_gluon = is_stored and _in_gluon(x, num_outputs, residual)
-    fits = form.step >= 32 and num_outputs * x.shape[1] <= LARGEST
+    """Whether a layer may be computed in a tile; gluon_few.py takes a step in a block."""
+    in_gluon = _in_gluon(x, num_outputs, residual)
+    fits = is_stored and form.step >= 32 and num_outputs * x.shape[1] <= LARGEST
 
     def may(tile: Tile) -> bool:
         if tile.direct:
-            return in_gluon and form.bits == 4 and form.spans == 1
+            return in_gluon and form.spans == 1 and (form.bits == 4 or not form.has_zeros)
         return not tile.consumers or (in_gluon and fits)
 
     return may
@@ -80,7 +87,7 @@ def every_tile(most: Size, x: torch.Tensor, num_outputs: int, is_stored: bool = 
     if x.dtype is torch.float32:
         tiles = {WIDE}
     else:
-        tiles = coded_tiles(num_outputs, gpu_of(x.device), is_stored and _in_gluon(x, num_outputs))
+        tiles = coded_tiles(num_outputs, gpu_of(x.device), _in_gluon(x, num_outputs), is_stored)
     for tile in tiles:
         yield Variant(most, {"tile": tile})
 
@@ -123,22 +130,18 @@ def _launch(
     residual: torch.Tensor | None,
     num_outputs: int,
     layout: Layout,
-    tile: Tile | None,
+    tile: Tile,
     y: torch.Tensor,
     best: torch.Tensor | None,  # with argmax: the outputs whose values y holds
     activation: str,
 ) -> None:
-    check("linear", "x", x, (None, None), FLOATS, x.device, apart=1, anywhere=True)
     if not absent(bias):
         check("linear", "bias", bias, (num_outputs,), FLOATS, x.device, anywhere=True)
     num_tokens, num_inputs = x.shape
     found = sections(weight, layout, num_outputs, num_inputs)
     words, scales, zeros, factors, form = found
-    is_stored = activation != "argmax"
-    if tile is None or not may_serve(x, num_outputs, form, is_stored, residual)(tile):
-        tile = tile_for(x, num_outputs, form, is_stored, residual)
     if tile.direct:
-        _launch_few(x, found, bias, residual, y, activation, num_outputs, tile)
+        _launch_few(x, found, bias, residual, y, best, activation, num_outputs, tile)
         return
     if tile.consumers:
         launch_steps(
@@ -164,6 +167,7 @@ def _launch_few(
     bias: torch.Tensor,
     residual: torch.Tensor | None,
     y: torch.Tensor,
+    best: torch.Tensor | None,
     activation: str,
     num_outputs: int,
     tile: Tile,
@@ -171,12 +175,15 @@ def _launch_few(
     """Gluon's kernel for few tokens."""
     (num_tokens, num_inputs), form = x.shape, found.form
     more = {"maxnreg": 128} if form.kind == "e2m1" else {}  # fewer would be spent, and inputs asked for late
-    _coded_few[cdiv(num_tokens, tile.tokens), cdiv(num_outputs, tile.outputs)](
+    programs = min(gpu_of(x.device).multiprocessors * tile.group, cdiv(num_outputs, tile.outputs))
+    _coded_few[cdiv(num_tokens, tile.tokens), programs](
         x, found.words, found.scales, found.zeros, found.factors, y if absent(bias) else bias,
-        y if residual is None else residual, y, num_tokens, num_outputs, num_inputs, x.stride(0),
-        0 if residual is None else residual.stride(0), y.stride(0), KIND=form.kind, HALF=form.half,
-        SCALED=form.is_scaled, ZEROS=form.has_zeros, DIVIDES=form.divides, WHOLE=num_inputs % form.block == 0,
-        SLABS=tile.outputs // SLAB, AHEAD=tile.stages, WARPS=tile.warps, ACTIVATION=activation,
+        y if residual is None else residual, y if best is None else best, y, num_tokens, num_outputs,
+        num_inputs, x.stride(0), 0 if residual is None else residual.stride(0),
+        0 if activation == "argmax" else y.stride(0), KIND=form.kind, HALF=form.half, PARTS=16 // form.bits,
+        SCALED=form.is_scaled, ZEROS=form.has_zeros, DIVIDES=form.divides,
+        WHOLE=num_inputs % form.block == 0, SLABS=tile.outputs // SLAB,
+        AHEAD=tile.stages, WARPS=tile.warps, ACTIVATION=activation,
         BIASED=not absent(bias), ADDS=residual is not None, num_warps=tile.warps, enable_fp_fusion=False,
         **more,
     )  # fmt: skip

@@ -26,13 +26,16 @@ def _products(name, has_zeros, part, is_same):
     Operands, four registers each: sums, sums before, words, words, inputs, and what the numbers of rows r
     (the first) and r + 8 (the third) are multiplied with, or what they are less by.
     """
-    text = "{ .reg .b32 a0, a1, a2, a3, t, u, v, e0, e1; .reg .f32 d0, d1, d2, d3; "
+    text = "{ .reg .b32 a0, a1, a2, a3, t, u, v, e0, e1; .reg .f32 d0, d1, d2, d3; .reg .b16 f0, f1, g0, g1; "
+    for row in range(2 if name == "e2m1" else 0):  # 2^110 times the scales of both products' inputs
+        text += f"prmt.b32 e{row}, ${20 + 2 * row}, 0, {0x4040 + part + (part + 1 << 8):#x}; "
+        text += f"mad.lo.u32 e{row}, e{row}, 16, 0x6e806e80; mov.b32 {{f{row}, g{row}}}, e{row}; "
     for turn in range(2):
         now = part + 1 if turn and is_same else part
         for row in range(2):
-            if name == "e2m1":  # 2^110 times the scale of the part's inputs, twice
-                text += f"prmt.b32 e{row}, ${20 + 2 * row}, 0, {0x4040 + 0x101 * now:#x}; "
-                text += f"mad.lo.u32 e{row}, e{row}, 16, 0x6e806e80; "
+            if name == "e2m1":
+                scale = "fg"[turn]
+                text += f"mov.b32 e{row}, {{{scale}{row}, {scale}{row}}}; "
             elif has_zeros:
                 text += f"mov.b32 e{row}, ${20 + 2 * row}; "
         for at in range(4):  # rows r and r + 8, then the same for the other inputs
@@ -61,16 +64,16 @@ def _owned(warps):
 
 
 @gluon.jit(do_not_specialize=["num_tokens"])
-def _coded_few(x, words, scales, zeros, factors, bias, residual, y, num_tokens, num_outputs, num_inputs,
-               x_len, residual_len, y_len, KIND: gl.constexpr, HALF: gl.constexpr, SCALED: gl.constexpr,
-               ZEROS: gl.constexpr, DIVIDES: gl.constexpr, WHOLE: gl.constexpr, SLABS: gl.constexpr,
-               AHEAD: gl.constexpr, WARPS: gl.constexpr, ACTIVATION: gl.constexpr, BIASED: gl.constexpr,
-               ADDS: gl.constexpr):  # fmt: skip
-    # Grid: token tiles x output tiles, neighbours in the same codes.
+def _coded_few(x, words, scales, zeros, factors, bias, residual, best, y, num_tokens, num_outputs, num_inputs,
+               x_len, residual_len, y_len, KIND: gl.constexpr, HALF: gl.constexpr, PARTS: gl.constexpr,
+               SCALED: gl.constexpr, ZEROS: gl.constexpr, DIVIDES: gl.constexpr, WHOLE: gl.constexpr,
+               SLABS: gl.constexpr, AHEAD: gl.constexpr, WARPS: gl.constexpr, ACTIVATION: gl.constexpr,
+               BIASED: gl.constexpr, ADDS: gl.constexpr):  # fmt: skip
+    # Grid: token tiles x programs that walk over output tiles, neighbours in the same codes.
     # Tile: [SLABS * 16 outputs, 8 tokens], the whole inner dimension; a warp has every WARPS-th step.
     # Traffic: codes and scales once per token tile, x once per output tile (from L2), y once.
     # AHEAD: steps of a warp whose words and inputs are on their way; WHOLE: num_inputs fills its blocks.
-    BLOCK: gl.constexpr = 4 * HALF
+    BLOCK: gl.constexpr = PARTS * HALF
     lines: gl.constexpr = gl.BlockedLayout([1, 4], [32, 1], [WARPS, 1], [1, 0])  # four of every thread's
     owned: gl.constexpr = _owned(WARPS)
     thread = gl.arange(0, 32 * WARPS, gl.SliceLayout(1, lines))
@@ -106,15 +109,22 @@ def _coded_few(x, words, scales, zeros, factors, bias, residual, y, num_tokens, 
             next_words += (_words(word_at, line, HALF),)
             next_scales += (_scales(scales, line, beside_at, KIND, SCALED),)
             next_zeros += (_zeros(zeros, line, slab, beside_at, KIND, SCALED, ZEROS),)
-    for first in range(0, num_blocks, WARPS * AHEAD):
+    first, num_rounds = 0, gl.cdiv(num_blocks, WARPS * AHEAD)
+    num_tiles = gl.cdiv(gl.cdiv(last_slab + 1, SLABS) - gl.program_id(1), gl.num_programs(1))
+    for _ in range(num_tiles * num_rounds):
         of_words, of_scales, of_zeros, of_inputs = next_words, next_scales, next_zeros, next_inputs
         next_words, next_scales, next_zeros, next_inputs = (), (), (), ()
+        is_last = first + WARPS * AHEAD >= num_blocks  # of the tile
+        next_first = gl.where(is_last, 0, first + WARPS * AHEAD)
+        next_slab = gl.where(is_last, first_slab + gl.num_programs(1) * SLABS, first_slab)
         for n in gl.static_range(AHEAD):
-            block = first + (AHEAD + n) * WARPS + warp
+            block = next_first + n * WARPS + warp
             next_inputs += (_inputs(x_at, pair, live, block, num_inputs, BLOCK, WHOLE),)
             for m in gl.static_range(SLABS):
-                slab = gl.minimum(first_slab + m, last_slab)
-                line = slab.to(gl.int64) * num_blocks + gl.minimum(block, num_blocks - 1)
+                slab = gl.minimum(next_slab + m, last_slab)
+                line = slab.to(gl.int64) * num_blocks + gl.where(
+                    next_slab > last_slab, num_blocks - 1, gl.minimum(block, num_blocks - 1)
+                )
                 next_words += (_words(word_at, line, HALF),)
                 next_scales += (_scales(scales, line, beside_at, KIND, SCALED),)
                 next_zeros += (_zeros(zeros, line, slab, beside_at, KIND, SCALED, ZEROS),)
@@ -131,17 +141,29 @@ def _coded_few(x, words, scales, zeros, factors, bias, residual, y, num_tokens, 
             for n in gl.static_range(AHEAD):
                 for w in gl.static_range(WARPS):
                     total += places[n * SLABS + m].slice(w * SLAB, SLAB).load(owned)
-            totals += (total,)
-    for m in gl.static_range(SLABS):
-        output = (first_slab + m) * SLAB + gl.arange(0, SLAB, gl.SliceLayout(1, owned))
-        output = gl.minimum(output, num_outputs - 1)
-        total = totals[m]
-        if not SCALED:
-            total = _times(total, gl.load(factors + output), KIND, DIVIDES)
-        if BIASED:
-            total += gl.load(bias + output).to(gl.float32)[:, None]
-        _leave(total, residual, y, (first_slab + m) * SLAB, num_tokens, num_outputs, residual_len, y_len,
-               ACTIVATION, ADDS)  # fmt: skip
+            if is_last:
+                _end(total, factors, bias, residual, best, y, first_slab + m, num_tokens, num_outputs,
+                     residual_len, y_len, KIND, SCALED, DIVIDES, ACTIVATION, BIASED, ADDS)  # fmt: skip
+            totals += (gl.where(is_last, 0.0, total),)
+        first, first_slab = next_first, next_slab
+
+
+@gluon.jit
+def _end(total, factors, bias, residual, best, y, slab, num_tokens, num_outputs, residual_len, y_len,
+         KIND: gl.constexpr, SCALED: gl.constexpr, DIVIDES: gl.constexpr, ACTIVATION: gl.constexpr,
+         BIASED: gl.constexpr, ADDS: gl.constexpr):  # fmt: skip
+    """What ends 16 outputs, and their places."""
+    output = slab * SLAB + gl.arange(0, SLAB, gl.SliceLayout(1, total.type.layout))
+    output = gl.minimum(output, num_outputs - 1)
+    if not SCALED:
+        total = _times(total, gl.load(factors + output), KIND, DIVIDES)
+    if BIASED:
+        total += gl.load(bias + output).to(gl.float32)[:, None]
+    if ACTIVATION == "argmax":
+        _store_best(total, y, best, slab, num_tokens, num_outputs)
+    else:
+        _leave(total, residual, y, slab * SLAB, num_tokens, num_outputs, residual_len, y_len, ACTIVATION,
+               ADDS)  # fmt: skip
 
 
 @gluon.jit
@@ -206,16 +228,35 @@ def _multiplied(sums, words, scale, zero, inputs, KIND: gl.constexpr, ZEROS: gl.
 
 
 @gluon.jit
+def _store_best(total, values, outputs, part, num_tokens, num_outputs):
+    """Stores the best of a tile's outputs and its value, [parts, T]; as dense.py's best_of finds them."""
+    layout: gl.constexpr = total.type.layout
+    OUTPUTS: gl.constexpr = total.shape[0]
+    output = part * OUTPUTS + gl.arange(0, OUTPUTS, gl.SliceLayout(1, layout))
+    value = total.to(gl.bfloat16).to(gl.float32)
+    value = gl.where(value == value, value, float("inf"))
+    value = gl.where((output < num_outputs)[:, None], value, float("-inf"))
+    best = gl.max(value, axis=0)
+    is_best = (value == best[None, :]) & (output < num_outputs)[:, None]
+    first = gl.min(gl.where(is_best, output[:, None], 2147483647), axis=0)
+    token = gl.program_id(0) * EIGHT + gl.arange(0, EIGHT, gl.SliceLayout(0, layout))
+    at, live = part.to(gl.int64) * num_tokens + token, (token < num_tokens) & (part * OUTPUTS < num_outputs)
+    gl.store(values + at, best, mask=live)
+    gl.store(outputs + at, first, mask=live)
+
+
+@gluon.jit
 def _leave(total, residual, y, row, num_tokens, num_outputs, residual_len, y_len, ACTIVATION: gl.constexpr,
            ADDS: gl.constexpr):  # fmt: skip
-    """Ends 16 outputs of 8 tokens and stores them."""
+    """Ends a tile [outputs from `row` on, tokens] and stores it."""
     halved: gl.constexpr = 2 if ACTIVATION == "swiglu" else 1
     if ACTIVATION == "relu2":
         total = relu2(total)
     elif ACTIVATION == "swiglu":
         total = _open_eights(total)
-    column = row // halved + gl.arange(0, SLAB // halved, gl.SliceLayout(1, total.type.layout))
-    token = gl.program_id(0).to(gl.int64) * EIGHT + gl.arange(0, EIGHT, gl.SliceLayout(0, total.type.layout))
+    layout: gl.constexpr = total.type.layout
+    column = row // halved + gl.arange(0, total.shape[0], gl.SliceLayout(1, layout))
+    token = gl.program_id(0).to(gl.int64) * EIGHT + gl.arange(0, EIGHT, gl.SliceLayout(0, layout))
     inside = (column < num_outputs // halved)[:, None] & (token < num_tokens)[None, :]
     if ADDS:
         at = residual + (token * residual_len)[None, :] + column[:, None]

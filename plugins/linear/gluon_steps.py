@@ -61,7 +61,7 @@ def _dense_steps(x, by, weight, scales, factors, bias, residual, y, num_tokens, 
              (_load, (x, weight, stages, sizes, STEP, GROUP))],
             [1], [24],
         )  # fmt: skip
-    else:
+    elif CONSUMERS == 2:
         gl.warp_specialize(
             [(_add, (0, ends, stages, sizes, beside, STEP, KIND, SCALED, DIVIDES, BY, SPAN, GROUP, ACTIVATION,
                      BIASED, ADDS)),
@@ -69,6 +69,17 @@ def _dense_steps(x, by, weight, scales, factors, bias, residual, y, num_tokens, 
                      BIASED, ADDS)),
              (_load, (x, weight, stages, sizes, STEP, GROUP))],
             [4, 1], [REGISTERS, 24],
+        )  # fmt: skip
+    else:
+        gl.warp_specialize(
+            [(_add, (0, ends, stages, sizes, beside, STEP, KIND, SCALED, DIVIDES, BY, SPAN, GROUP, ACTIVATION,
+                     BIASED, ADDS)),
+             (_add, (1, ends, stages, sizes, beside, STEP, KIND, SCALED, DIVIDES, BY, SPAN, GROUP, ACTIVATION,
+                     BIASED, ADDS)),
+             (_add, (2, ends, stages, sizes, beside, STEP, KIND, SCALED, DIVIDES, BY, SPAN, GROUP, ACTIVATION,
+                     BIASED, ADDS)),
+             (_load, (x, weight, stages, sizes, STEP, GROUP))],
+            [4, 4, 1], [REGISTERS, REGISTERS, 24],
         )  # fmt: skip
 
 

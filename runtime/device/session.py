@@ -13,6 +13,7 @@ from torch.fx import GraphModule
 
 from hemiola.plugins import OPS
 from hemiola.plugins.gpu.checks import spared
+from hemiola.plugins.gpu.lines import random_lines
 from hemiola.plugins.gpu.words import random_words
 from hemiola.plugins.groups import Layout
 from hemiola.plugins.ranks import RANK
@@ -329,6 +330,7 @@ def draw(name: str, drawn: Drawn, device: torch.device) -> torch.Tensor:
     """The same numbers each time, on devices of a kind."""
     rng = torch.Generator(device).manual_seed(zlib.crc32(name.encode()))
     if drawn.layout:
-        return random_words(Layout.parse(drawn.layout), drawn.shape, drawn.std, rng)
+        layout = Layout.parse(drawn.layout)
+        return (random_lines if layout.inputs else random_words)(layout, drawn.shape, drawn.std, rng)
     weight = torch.empty(drawn.shape, dtype=getattr(torch, drawn.dtype), device=device)
     return weight.normal_(0, drawn.std, generator=rng)

@@ -19,7 +19,7 @@ from hemiola.builder import models
 from hemiola.builder.build import Options, build
 from hemiola.builder.checkpoint import Checkpoint, Config
 from hemiola.builder.models import nemotron_h, qwen
-from hemiola.builder.models.layers import Kit, Rope
+from hemiola.builder.models.layers import Kit, Linear, Rope, SideBySide
 from hemiola.builder.shard import Shard
 from hemiola.plugins import references
 from hemiola.runtime.errors import Refused
@@ -57,6 +57,32 @@ def test_every_spelling_of_a_nemotron_pattern(spelling: dict) -> None:
     mtp = {f"mtp_{key}": value for key, value in spelling.items()}
     assert nemotron_h.pattern(Config(mtp, "config.json"), "mtp_", "*E") == "ME*-"
     assert nemotron_h.pattern(Config({}, "config.json"), "mtp_", "*E") == "*E"
+
+
+class Noted(Linear):
+    """A dense layer that writes down what it gave."""
+
+    def __init__(self, num_outputs: int, given: list[torch.Tensor]) -> None:
+        torch.nn.Module.__init__(self)
+        self.weight, self.given = torch.nn.Parameter(torch.randn(num_outputs, 3)), given
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.given.append(x @ self.weight.T)
+        return self.given[-1]
+
+
+def test_parts_of_layers_side_by_side_are_copied_only_where_one_lies_in_two() -> None:
+    given: list[torch.Tensor] = []
+    layers, x = SideBySide([Noted(12, given), Noted(4, given)]), torch.randn(5, 3)
+    for widths, is_copied in (([8, 4, 2, 0, 2], False), ([8, 6, 2], True)):
+        wanted = layers(x).split(widths, dim=1)
+        given.clear()
+        found = layers.split(x, widths)
+        assert all(map(torch.equal, found, wanted)) and len(found) == len(wanted)
+        owners = {part.untyped_storage().data_ptr() for part in found if part.numel()}
+        own = [whole.untyped_storage().data_ptr() for whole in given]
+        assert (owners != set(own)) == is_copied
+        assert is_copied or given[0].shape[1] == 4  # the narrowest first
 
 
 def test_which_qwen_layers_are_sparse() -> None:

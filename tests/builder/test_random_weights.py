@@ -11,6 +11,11 @@ from kit.harness import Harness
 
 from hemiola.builder import random_weights
 from hemiola.builder.build import Options, build
+from hemiola.builder.formats.rounded import quantised
+from hemiola.builder.lazy import Lazy
+from hemiola.plugins.gpu.lines import pack_lines
+from hemiola.plugins.gpu.words import pack_words
+from hemiola.plugins.spec import Pack
 from hemiola.runtime import manifest
 from hemiola.runtime.errors import Refused
 
@@ -47,3 +52,13 @@ def test_what_is_drawn_is_packed_as_the_form_wants_it(
     real = Harness(tmp_path / "real").weights
     assert {name: d.shape for name, d in drawn.items()} == {name: tuple(real[name].shape) for name in drawn}
     assert manifest.load(tmp_path / "drawn").drawn == drawn
+
+
+@pytest.mark.parametrize(("pack", "narrow"), [(pack_words, False), (pack_lines, True)])
+def test_what_is_packed_for_a_gpu_is_drawn_too(pack: Pack, narrow: bool) -> None:
+    """It was made and stored for inputs in e4m3: minutes and gigabytes."""
+    plain = Lazy.all_at_once((2048, 1024), torch.bfloat16, lambda: pytest.fail("made"), 0.1)
+    weight = quantised(plain, "fp8", narrow).packed(pack)
+    found = random_weights.drawn({"w": weight})["w"]
+    assert (found.shape, found.std) == ((2048, 1024), 0.1) and found.nbytes == weight.nbytes
+    assert found.layout == "e4m3 128" + (" x e4m3 by group" if narrow else "")

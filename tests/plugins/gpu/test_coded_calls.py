@@ -14,10 +14,11 @@ from hemiola.plugins.gpu.compile import compile_call
 from hemiola.plugins.gpu.cover import calls_at, calls_of
 from hemiola.plugins.gpu.device import Gpu
 from hemiola.plugins.gpu.launch import Call
-from hemiola.plugins.gpu.lines import pack_lines
+from hemiola.plugins.gpu.lines import pack_lines, random_lines, sections
 from hemiola.plugins.gpu.sizes import Size
 from hemiola.plugins.gpu.words import pack_words
 from hemiola.plugins.groups import Layout, WeightGroup
+from hemiola.runtime.manifest_parts import Drawn
 
 OUTPUTS, INPUTS, EXPERTS, SLOTS = 96, 320, 8, 2
 MOST = Size(2000, 64, 9)
@@ -75,6 +76,18 @@ def test_whatever_a_step_is_like_its_kernels_are_compiled(
             sizes = [value for value in given[num:] if isinstance(value, int)]
             bound = OPS[op].bind(form, sizes, layouts_of(op, layout))
             assert calls_at(bound, gpu, *given[:num], *given[num + len(sizes) :]) <= found, size
+
+
+@pytest.mark.parametrize("layout", NARROW, ids=str)
+def test_random_lines_have_numbers_of_the_size_that_was_asked_for(layout: Layout) -> None:
+    shape = (3, 50, 80)
+    found = random_lines(layout, shape, 0.25, torch.Generator().manual_seed(1))
+    assert found.shape == pack_lines(WeightGroup.empty(layout, shape)).shape
+    lines = sections(found, layout, *shape[1:])
+    numbers = lines.codes[:, : 50 * lines.width].float() * lines.scales[0, 0]
+    assert abs(numbers.std() / 0.25 - 1) < 0.05 and bool((lines.scales[:, :50] > 0).all())
+    drawn = Drawn(shape=shape, dtype="bfloat16", std=0.25, layout=str(layout))
+    assert drawn.nbytes == found.numel() and 0 < lines.static[0, 0] < 1
 
 
 @pytest.mark.parametrize("layout", LAYOUTS[:3:2], ids=str)

@@ -164,9 +164,10 @@ def test_fp32_is_the_layer_of_the_same_numbers(layout: Layout) -> None:
 
 @EACH
 def test_best_is_the_first_highest_of_the_stored_outputs(layout: Layout) -> None:
-    weight = Weight(layout, 130, 96)
-    x, bias = inputs(5, 96), randn(130)
-    for given in (bias, NONE):
+    sizes = ((130, 5, True), (130, 5, False), (144, 5, False), (144, 40, True))
+    for num_outputs, num_tokens, has_bias in sizes[: 2 if INTERPRETED else 4]:
+        weight = Weight(layout, num_outputs, 96)
+        x, given = inputs(num_tokens, 96), randn(num_outputs) if has_bias else NONE
         with poisoned():
             lines = linear(x, weight.packed, given, *weight.rest).tolist()
             value, output = linear(x, weight.packed, given, *weight.rest, ending="argmax")

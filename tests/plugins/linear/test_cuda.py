@@ -22,8 +22,8 @@ from hemiola.plugins.linear.cuda import best, every_tile, fused, variants
 H200 = Gpu(90, 132)
 GLUON = sorted(tile for tile in table_of(90).tiles() if tile.consumers)
 DIRECT = (
-    Tile(16, 8, 128, 8, 2, True, abreast=8, direct=True),
-    Tile(32, 8, 128, 4, 2, True, abreast=4, direct=True),
+    Tile(16, 8, 128, 8, 2, True, group=2, direct=True),
+    Tile(32, 8, 128, 4, 2, True, group=3, direct=True),
 )
 HALF = torch.bfloat16
 FLOATS = re.compile(r"^\s*((?:ex2|div|fma|mul|add|sub|neg|max|rcp|cvt)\.[\w.]*f32[\w.]*)\s", re.M)
@@ -133,8 +133,10 @@ def test_gluon_computes_by_the_same_instructions(tile: Tile) -> None:
         assert not any(word.startswith("fma") for word in ours)
 
 
-@pytest.mark.parametrize("layout", [Layout("int4", 64, ("zeros",)), Layout("e2m1", 16, ("factor",))], ids=str)
-def test_codes_of_4_bits_go_straight_to_who_multiplies_few_tokens(layout: Layout) -> None:
+@pytest.mark.parametrize(
+    "layout", [Layout("int4", 64, ("zeros",)), Layout("e2m1", 16, ("factor",)), Layout("e4m3", 128)], ids=str
+)
+def test_codes_go_straight_to_who_multiplies_few_tokens(layout: Layout) -> None:
     """No product is fused with a sum, and several programs share a multiprocessor."""
     weight = packed(layout, 256, 512)
     for tile in DIRECT:
@@ -145,6 +147,13 @@ def test_codes_of_4_bits_go_straight_to_who_multiplies_few_tokens(layout: Layout
         assert found.binary.shared <= SHARED[90] // 4 and "fma.rn.f32" not in FLOATS.findall(found.ptx)
 
 
+def test_the_best_of_few_tokens_is_found_by_gluon_too() -> None:
+    x, kind = made(8, 4096), Layout("int4", 128)
+    found = launched_over(kind, x, 248320, ending="argmax")
+    assert found == {"coded_few", "best_part"}
+    assert launched_over(kind, x, 248321, ending="argmax") == {"coded", "best_part"}
+
+
 def test_other_codes_lines_and_architectures_are_tritons_for_few_tokens_too() -> None:
     x, kind = made(8, 4096), Layout("int4", 128)
     assert launched_over(kind, x) == launched_over(kind, x, 12288) == {"coded_few"}
@@ -152,6 +161,6 @@ def test_other_codes_lines_and_architectures_are_tritons_for_few_tokens_too() ->
     for tile in DIRECT:
         for other in (x.half(), x.float(), made(8, 4097)[:, 1:]):
             assert launched_over(kind, other, tile=tile) == {"coded"}
-        for layout in (Layout("e4m3", 128), Layout("int4", 32), Layout("int8", 128)):
-            assert launched_over(layout, x, tile=tile) == {"coded"}  # 8 bits; several steps in a block
+        for layout in (Layout("int8", 128, ("zeros",)), Layout("int4", 32)):
+            assert launched_over(layout, x, tile=tile) == {"coded"}  # 8 bits with zeros; two steps a block
         assert launched_over(kind, x, 4100, tile=tile) == {"coded"}
