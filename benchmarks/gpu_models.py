@@ -209,7 +209,7 @@ def print_line(
 
 
 def checksum(token_ids: list[list[int]]) -> str:
-    """The same with the same tokens of all rows, whatever the drafts and the number of GPUs."""
+    """The same with the same tokens of all rows, whatever the drafts. Random weights differ with --tp, and tokens with them."""
     return f"{zlib.crc32(repr(token_ids).encode()):08x}"
 
 
@@ -293,7 +293,7 @@ def main() -> None:
     parser.add_argument("--prompts", action="store_true", help="what prompts cost, too")
     parser.add_argument("--engines", type=Path, help="where engines are kept; default: a temporary folder")
     parser.add_argument("--tp", type=int, default=1, help="GPUs of an engine")
-    parser.add_argument("--same-bits", action="store_true", help="the tokens do not depend on --tp")
+    parser.add_argument("--same-bits", action="store_true", help="build with --same-bits")
     parser.add_argument("--build", action="store_true", help="build the engines, and no more")
     asked = parser.parse_args()
     if not (asked.build or torch.cuda.is_available()):
