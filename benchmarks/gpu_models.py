@@ -209,7 +209,7 @@ def print_line(
 
 
 def checksum(token_ids: list[list[int]]) -> str:
-    """The same with the same tokens of all rows, whatever the drafts. Random weights differ with --tp, and tokens with them."""
+    """The same with the same tokens of all rows, whatever the drafts. Random weights differ with --tp."""
     return f"{zlib.crc32(repr(token_ids).encode()):08x}"
 
 

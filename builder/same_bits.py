@@ -8,6 +8,7 @@ import torch
 import hemiola
 from hemiola.builder.formats.declared import MODELOPT
 from hemiola.builder.options import Options
+from hemiola.plugins.gpu.binaries import sources
 from hemiola.runtime.same_bits import FILE, SameBits
 
 READ = ("config.json", MODELOPT, "*.safetensors")  # of a checkpoint's folder
@@ -17,7 +18,7 @@ def write_same_bits(engine_dir: Path, checkpoint: Path, options: Options, num_kv
     """Not for random weights, which each rank draws for itself."""
     if not options.same_bits or options.random_weights:
         return
-    digest = hashlib.sha256(repr((hemiola.__version__, torch.__version__)).encode())
+    digest = hashlib.sha256(repr((hemiola.__version__, torch.__version__, sources())).encode())
     digest.update(options.model_dump_json(exclude={"tp", "revision"}).encode())
     for path in sorted({path for name in READ for path in checkpoint.glob(name)}):
         with path.open("rb") as file:

@@ -53,6 +53,10 @@ class Text:
             message = f"{template} is not UTF-8 ({one_line(error)})"
             raise Refused("damaged", message=message, way_out=AGAIN) from None
 
+    def __getstate__(self) -> dict[str, object]:
+        """A process beside the server gets one; what `is_silent` keeps is a function of this process."""
+        return {name: value for name, value in self.__dict__.items() if name != "is_silent"}
+
     @cached_property
     def _most_characters(self) -> int | None:
         return most_characters(json.loads(self.tokenizer.to_str()))

@@ -25,8 +25,12 @@ class Doorbell:
 
     def _open(self) -> None:
         self._has_rung = False  # first: what comes from now on rings again
-        while self._streams:
-            self._streams.popleft().wake()
+        try:
+            while self._streams:
+                self._streams.popleft().wake()
+        finally:
+            if self._streams:  # a task raised KeyboardInterrupt or SystemExit
+                self.loop.call_soon(self._open)
 
 
 class PieceStream:

@@ -65,6 +65,9 @@ class Aside:
         """Whoever waits for it raises Lost."""
         self._closed = True
         self._kill()
+        if self._turn.acquire(blocking=False):  # else whoever has the turn does it
+            self._end()
+            self._turn.release()
 
     def _start(self) -> "subprocess.Popen[bytes]":
         if self._closed:
@@ -179,7 +182,10 @@ def main() -> None:
             (function, arguments), body = _read(jobs, known)
             done = _done(function, body, arguments)
             del body
-            _write(results, done, known, b"")
+            try:
+                _write(results, done, known, b"")
+            except (pickle.PicklingError, TypeError, AttributeError) as error:  # before a byte of it went
+                _write(results, (True, RuntimeError(f"{type(error).__name__}: {error}")), known, b"")
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ import json
 import logging
 import time
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from http import HTTPStatus
 from pathlib import Path
@@ -59,6 +60,7 @@ class Guard(Door):
         self._reading: set[asyncio.Task[None]] = set()  # connections whose request is not whole
         self._answering: set[asyncio.Task[None]] = set()
         self._aside = Aside()
+        self._dear = ThreadPoolExecutor(1, "http-guard-dear")  # waits for it; other bodies do not wait behind
         super().__init__("http-guard", sockets, logging.getLogger("hemiola.http"))
 
     def start(self, targets: Mapping[str, Path]) -> None:
@@ -79,6 +81,7 @@ class Guard(Door):
         for task in self._reading:
             task.cancel()
         self._aside.close()
+        self._dear.shutdown(wait=False)
         if self._answering:
             await asyncio.wait(set(self._answering), timeout=FLUSH_S)
 
@@ -145,7 +148,8 @@ class Guard(Door):
                     self._num_bytes += len(piece)
                     self._check(len(body))
             if is_dear(body):  # whose reading would hold up all answers
-                await asyncio.to_thread(self._aside.run, check_content, body, head.first_line)
+                loop, run = asyncio.get_running_loop(), self._aside.run
+                await loop.run_in_executor(self._dear, run, check_content, body, head.first_line)
             elif len(body) > SMALL_BODY:
                 await asyncio.to_thread(check_content, body, head.first_line)
             else:

@@ -13,7 +13,8 @@ class ServerOptions(Strict):
 
     host: str = Field(
         default="127.0.0.1",
-        description="IPv4 address to listen on, or a name of one (no IPv6); 0.0.0.0 is every interface",
+        description="IPv4 address of all ports but gRPC (--triton-host), or a name of one (no IPv6); 0.0.0.0"
+        " is every interface",
     )
     triton_host: str | None = Field(
         default=None,

@@ -107,8 +107,8 @@ class Peer:
             self._listener.close()
         for number in list(self._silent):
             _hang_up(self._silent.pop(number, None))
-        for _ in range(MOST_AT_ONCE):
-            self._places.acquire(timeout=PATIENCE)
+        for _ in [place for place in range(MOST_AT_ONCE) if self._places.acquire(timeout=PATIENCE)]:
+            self._places.release()  # who still waits for one sees that this peer closes
 
     def __enter__(self) -> "Peer":
         return self

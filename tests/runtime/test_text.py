@@ -1,6 +1,7 @@
 """Text that grows token by token equals text decoded at once, and stop strings never leak."""
 
 import json
+import pickle
 import random
 import re
 import sys
@@ -65,6 +66,12 @@ def grow(text: Text, prompt: Sequence[int], ids: Sequence[int], stop: Sequence[s
         if growing.stopped:
             break
     return [*pieces, growing.finish()]
+
+
+def test_a_tokenizer_that_was_used_goes_to_no_other_process(text: Text) -> None:
+    grow(text, [], [5])
+    again = pickle.loads(pickle.dumps(text))
+    assert again.encode("a b") == text.encode("a b") and grow(again, [], [5]) == grow(text, [], [5])
 
 
 def test_every_piece_holds_whole_characters(text: Text) -> None:

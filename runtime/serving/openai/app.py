@@ -233,6 +233,7 @@ class App:
         most = self._limits.max_requests
         async with self._bodies.held(http) as body:
             self._check_open()  # a server that has begun to end meanwhile takes it no more
+            self._check_room(1)  # before it is read
             options, names, model, work = await self._made(prepare, body, kind, make, self._models, most)
         del body
         with named(names), self._admit(len(work.asked)):
@@ -259,17 +260,20 @@ class App:
 
     @contextlib.contextmanager
     def _admit(self, num_requests: int) -> Iterator[None]:
+        self._check_room(num_requests)
+        self._num_open += num_requests
+        try:
+            yield
+        finally:
+            self._num_open -= num_requests
+
+    def _check_room(self, num_requests: int) -> None:
         most = self._limits.max_requests
         if self._num_open + num_requests > most:
             raise ApiError(
                 429, f"requests under way: {self._num_open} of {most}; try again in a moment",
                 code="rate_limit_exceeded",
             )  # fmt: skip
-        self._num_open += num_requests
-        try:
-            yield
-        finally:
-            self._num_open -= num_requests
 
 
 def describe(model: ServedModel) -> dict[str, Any]:

@@ -67,6 +67,13 @@ def test_an_error_arrives_as_another(aside: Aside, error: Exception) -> None:
         aside.run(eval, b"(_ for _ in ()).throw(type('Local', (Exception,), {})('what no pickle holds'))")
 
 
+def test_a_result_that_no_pickle_holds_ends_the_process(aside: Aside) -> None:
+    pid = aside.run(eval, PID)
+    with pytest.raises(RuntimeError, match="pickle"):
+        aside.run(eval, b"lambda: 5")
+    assert aside.run(eval, PID) == pid
+
+
 def test_a_body_that_ends_the_process_ends_all_others(aside: Aside) -> None:
     with pytest.raises(Lost, match="has ended; send the request again"):
         aside.run(eval, b"__import__('os')._exit(1)")

@@ -96,6 +96,32 @@ def said(guard: Guard, request: bytes, door: str = "http") -> bytes:
         return b"".join(iter(lambda: connection.recv(2**16), b""))
 
 
+def request(body: bytes) -> bytes:
+    return POST + b"Content-Length: %d\r\n\r\n%b" % (len(body), body)
+
+
+def test_dear_bodies_hold_up_those_that_a_thread_reads(
+    guard: Guard, upstream: Upstream, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They wait for one process; threads are few."""
+    gate, waiting = threading.Event(), []
+
+    def run(*_: object) -> None:
+        waiting.append(True)
+        gate.wait(60)
+
+    monkeypatch.setattr(guard._aside, "run", run)
+    dear = b'"' + b"{" * 5000 + b'"'
+    threads = [threading.Thread(target=said, args=(guard, request(dear)), daemon=True) for _ in range(40)]
+    for thread in threads:
+        thread.start()
+    until(lambda: bool(waiting))
+    assert said(guard, request(b'"' + b"x" * 2**17 + b'"')) == ANSWER
+    gate.set()
+    for thread in threads:
+        thread.join(60)
+
+
 def test_a_form_body_reaches_the_parser_of_forms(guard: Guard, upstream: Upstream) -> None:
     form = b"Content-Type: application/x-www-form-urlencoded\r\nX-Own: 1\r\nhemiola-arrival: SECRET 1.0\r\n"
     for framing in (
