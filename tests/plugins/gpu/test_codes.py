@@ -9,6 +9,7 @@ import torch
 pytest.importorskip("triton")
 
 from hemiola.plugins.gpu.codes import instructions
+from hemiola.plugins.gpu.words import spread
 from hemiola.plugins.groups import E2M1, E4M3
 
 SIGNED = [*E2M1, *(-x for x in E2M1)]
@@ -64,6 +65,15 @@ def carried_out(text: str, words: np.ndarray) -> np.ndarray:
     return known["$0"]
 
 
+def in_word(name: str, codes: np.ndarray, bits: int, part: int) -> np.ndarray:
+    """Codes where a word of 16 bits has its code number `part`."""
+    if name != "e2m1":
+        return codes.astype(np.uint64) << np.uint64(bits * part)
+    parts = torch.zeros(4, len(codes), dtype=torch.int32)
+    parts[part] = torch.from_numpy(codes.astype(np.int32))
+    return spread(parts)[part].numpy().astype(np.uint64)
+
+
 @pytest.mark.parametrize("name", ["e4m3", "int8", "int4", "int4 and 136", "e2m1"])
 def test_every_code_at_every_place_becomes_its_number(name: str) -> None:
     bits = 8 if name in ("e4m3", "int8") else 4
@@ -78,12 +88,15 @@ def test_every_code_at_every_place_becomes_its_number(name: str) -> None:
     }[name]()
     rng = np.random.default_rng(0)
     for part in range(16 // bits):
-        mask = ((1 << bits) - 1) << bits * part
+        placed, mask = (
+            in_word(name, codes, bits, part),
+            in_word(name, np.array([(1 << bits) - 1]), bits, part)[0],
+        )
         for half in (0, 16):
             noise = rng.integers(0, 1 << 32, len(codes), dtype=np.uint64)
             if name == "e4m3":  # no NaN beside it
                 noise &= np.uint64(0xBFBFBFBF)
-            words = noise & np.uint64(~(mask << half) & 0xFFFFFFFF) | codes << np.uint64(bits * part + half)
+            words = noise & np.uint64(~(int(mask) << half) & 0xFFFFFFFF) | placed << np.uint64(half)
             text = getattr(found := instructions(name, part), "value", found)
             made = bf16((carried_out(text, words) >> np.uint64(half)) & np.uint64(0xFFFF))
             assert (made == wanted).all(), (part, half)
