@@ -1,5 +1,6 @@
 """What launchers refuse before a kernel reads memory that is not there, and the alignment they count on."""
 
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
@@ -8,18 +9,21 @@ import torch
 ALIGNMENT = 16  # bytes of a pointer and elements of a stride: what Triton specialises on
 
 
-_spared = False
+class _Here(threading.local):
+    spared = False
+
+
+_here = _Here()  # of each thread: two engines' steps begin and end as they please
 
 
 @contextmanager
 def spared() -> Iterator[None]:
     """Inside, nothing is checked: the calls of an engine were, when it was built (plugins/gpu/cover.py)."""
-    global _spared
-    before, _spared = _spared, True
+    before, _here.spared = _here.spared, True
     try:
         yield
     finally:
-        _spared = before
+        _here.spared = before
 
 
 def check(
@@ -33,7 +37,7 @@ def check(
     anywhere: bool = False,  # floats need not start at 16 bytes
 ) -> None:
     """Raises ValueError where a kernel would read what is not there, or at another pace than it may."""
-    if _spared:
+    if _here.spared:
         return
     fits = tensor.dim() == len(shape)
     fits = fits and all(size in (None, have) for size, have in zip(shape, tensor.shape, strict=True))

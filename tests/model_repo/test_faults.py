@@ -47,8 +47,8 @@ def served(engine_dirs: dict[str, Path], tmp_path_factory: pytest.TempPathFactor
     file.write_text(json.dumps({n: {"engine_dir": str(engine_dirs[n])} | o for n, o in own.items()}))
     running = Served(
         f"--models={file}",
-        "--restart=9",
-        "--hang-timeout=8",  # a busy machine is no hang
+        "--restart=30",
+        "--hang-timeout=20",  # a busy machine is no hang
         "--control-key=secret",
         "--exit-timeout=10",
         "--openai-port=0",
@@ -135,9 +135,8 @@ def test_a_grpc_request_ends_the_server_for_good_or_without_a_word(served: Serve
     theirs.close()
     works_again(served, llm)
     until(lambda: "ready again" in served.said[said:])
-    assert re.search(r"lost: tritonserver ended by itself with -\d+: ", served.said[said:]), served.said[
-        said:
-    ]
+    who_saw_it = r"lost: (tritonserver ended by itself with -\d+: |\w+: its process \d+ has ended)"
+    assert re.search(who_saw_it, served.said[said:]), served.said[said:]
     assert "NODELAY" not in served.said[said:], "a warning that means nothing is the reason"
 
 

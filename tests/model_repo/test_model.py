@@ -239,7 +239,7 @@ def test_an_error_that_cannot_be_sent_leaves_its_caller_waiting(
             raise RecursionError("too deep")
 
     for error, said in (
-        (Refused("other", message="no \ud800 here"), "[INVALID_ARG] no ? here"),
+        (Refused("other", message="no \ud800 here"), "[INVALID_ARG] no \ufffd here"),
         (Unwritable("other"), "[INTERNAL] Unwritable cannot be written as text (RecursionError)"),
     ):
         monkeypatch.setattr(model.service.llm, "submit", raising(error))

@@ -15,7 +15,7 @@ from hemiola.runtime.manifest_parts import State
 STATES = (
     State(name="layers.0.k", kind="page", shape=(4, 2), dtype="float32"),
     State(name="layers.1.state", kind="slot", shape=(3,), dtype="float32"),
-    State(name="layers.1.count", kind="slot", shape=(), dtype="int32"),
+    State(name="layers.1.count", kind="slot", shape=(1,), dtype="int32"),
     State(name="layers.2.k", kind="page", shape=(4,), dtype="float8_e4m3fn"),
 )
 
@@ -23,14 +23,14 @@ STATES = (
 def test_poison_marks_fresh_and_freed_places() -> None:
     storage = Storage(STATES, num_pages=3, num_slots=4, poison=True)
     k, state, count, narrow = (storage.tensors[s.name] for s in STATES)
-    assert k.shape == (3, 4, 2) and state.shape == (4, 3) and count.shape == (4,)
+    assert k.shape == (3, 4, 2) and state.shape == (4, 3) and count.shape == (4, 1)
     assert k.isnan().all() and state.isnan().all() and (count < 0).all() and narrow.isnan().all()
     k[:], state[:], count[:], narrow[:] = 1, 2, 3, 4
     storage.free_pages([2])
     storage.free_slots([1, 3])
     assert k[2].isnan().all() and (k[:2] == 1).all()
     assert narrow[2].isnan().all() and (narrow[:2] == 4).all()
-    assert state[[1, 3]].isnan().all() and (state[[0, 2]] == 2).all() and count.tolist()[2] == 3
+    assert state[[1, 3]].isnan().all() and (state[[0, 2]] == 2).all() and count.tolist()[2] == [3]
 
 
 def test_without_poison_nothing_is_written() -> None:
@@ -47,7 +47,7 @@ def test_copy_slot_copies_every_slot_state_and_no_page() -> None:
     storage.tensors["layers.0.k"][2] = 5
     storage.copy_slot(2, 1)
     assert storage.tensors["layers.1.state"][1].tolist() == [1, 2, 3]
-    assert storage.tensors["layers.1.count"].tolist() == [0, 9, 9, 0]
+    assert storage.tensors["layers.1.count"].flatten().tolist() == [0, 9, 9, 0]
     assert not storage.tensors["layers.0.k"][1].any()
 
 

@@ -151,7 +151,7 @@ def test_kernels_are_compiled_for_tensors_as_parts_and_views_make_them(
         return run
 
     monkeypatch.setattr(Op, "bind", bind)
-    monkeypatch.setattr(tensorrt, "opener", lambda compiler: traced)
+    monkeypatch.setattr(tensorrt, "opener", lambda compiler: Traced)
     weights = safe_open(tmp_path / "e" / built.weights_file, framework="pt").get_slice
     for segment in built.segments:
         for tokens in (1, 7, 16, 100):
@@ -170,14 +170,17 @@ def meta(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
     return torch.empty(list(shape), dtype=dtype, device="meta")
 
 
-def traced(path: Path) -> Callable:
+class Traced:
     """A part that makes tensors of the right shapes."""
-    part = onnx.load(path).graph
-    dtypes = {number: dtype for dtype, number in plugin_nodes.DTYPES.items()}
 
-    def run(inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    def __init__(self, path: Path) -> None:
+        self._part = onnx.load(path).graph
+        self.num_inputs = len(self._part.input)
+
+    def __call__(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        dtypes = {number: dtype for dtype, number in plugin_nodes.DTYPES.items()}
         sizes = {}
-        for value, tensor in zip(part.input, inputs, strict=True):
+        for value, tensor in zip(self._part.input, inputs, strict=True):
             dims = value.type.tensor_type.shape.dim
             sizes |= {dim.dim_param: size for dim, size in zip(dims, tensor.shape, strict=True)}
         return [
@@ -185,10 +188,8 @@ def traced(path: Path) -> Callable:
                 [dim.dim_value or sizes[dim.dim_param] for dim in value.type.tensor_type.shape.dim],
                 dtypes[value.type.tensor_type.elem_type],
             )
-            for value in part.output
+            for value in self._part.output
         ]
-
-    return run
 
 
 def test_it_opens_on_its_architectures_only(tiny_engine: Get) -> None:
