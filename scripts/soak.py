@@ -214,6 +214,8 @@ class Soak:
 
     def bad(self, at: int, random_: random.Random) -> None:
         answer = self._post("generate", random_.choice(BAD))
+        if answer.status_code == 503:  # it was killed meanwhile
+            raise Lost(answer.text)
         if answer.status_code not in (400, 500) or not answer.json().get("error"):
             self.note(f"bad input was answered {answer.status_code} {answer.text[:100]}")
 

@@ -110,6 +110,8 @@ class Guard(Door):
                 await refuse(refusal, reader, writer)
         except (OSError, TimeoutError, asyncio.IncompleteReadError):
             pass  # nobody is there to be told
+        except asyncio.CancelledError:
+            pass  # the door ends; asyncio 3.11 prints a traceback of each task that ends so
         finally:
             self._reading.discard(task)
             self._answering.discard(task)
