@@ -90,6 +90,7 @@ def test_a_grammar_whose_trial_is_killed_meanwhile_is_refused_and_stays_so(
     process, asked = made._all_trials[0]._process, StructuredOutputsParams(regex="[0-9]")
     assert process is not None and process.stdin is not None
     process.send_signal(signal.SIGSTOP)
+    os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WNOWAIT)  # until then it may still read a line
     with ThreadPoolExecutor(1) as threads:
         waiting = threads.submit(made.compile, asked)
         until(lambda: fcntl.ioctl(process.stdin, termios.FIONREAD, bytes(4)) != bytes(4))
