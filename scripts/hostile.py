@@ -42,7 +42,8 @@ Body = dict[str, Any]
 TEXT: Body = {"text_input": PROMPT, "n": N, "max_tokens": ORDINARY.max_tokens, "ignore_eos": True}
 OPENAI: Body = {"model": "hemiola", "n": N, "max_tokens": ORDINARY.max_tokens, "ignore_eos": True}
 COMPLETION = OPENAI | {"prompt": PROMPT, "temperature": 0}
-CHAT = OPENAI | {"messages": [{"role": "user", "content": PROMPT}], "temperature": 0}
+ASKS = [{"role": "user", "content": PROMPT}]
+CHAT = OPENAI | {"messages": ASKS, "temperature": 0}
 RESPONSE: Body = {"model": "hemiola", "input": PROMPT, "max_output_tokens": 16, "temperature": 0}
 
 
@@ -94,7 +95,8 @@ def dearest(vocab_size: int) -> dict[str, Dear]:
     words = [[some[(i + j) % MAX_ENTRIES] for j in range(WORD_LEN)] for i in range(MAX_WORD_IDS // WORD_LEN)]
     stops = ["\n" + "x" * 30 + chr(33 + i) for i in range(MAX_CHARACTERS["stop"] // 32)]
     long_word = {"type": "string", "maxLength": 500}
-    schema = {"type": "object", "properties": {f"p{i}": long_word for i in range(50)}}
+    names = [f"p{i}" for i in range(50)]  # all required: an answer is as long as one without a grammar
+    schema = {"type": "object", "properties": dict.fromkeys(names, long_word), "required": names}
     long_text = PROMPT * (NUM_LONG // 9)
     talk = [{"role": ("user", "assistant")[i % 2], "content": "x"} for i in range(NUM_LONG // 10)]
     tool = {"type": "function", "function": {"name": "f", "parameters": schema}}
@@ -133,7 +135,10 @@ def dearest(vocab_size: int) -> dict[str, Dear]:
         ),
         "top_logprobs": Dear({"logprobs": True, "top_logprobs": 20}, CHAT, "chat/completions"),
         "tools": Dear(
-            {"tools": [tool], "tool_choice": "required"}, CHAT | {"max_tokens": 100}, "chat/completions"
+            {"tools": [tool], "tool_choice": "required", "messages": ASKS},
+            # whose prompt is as long: a template writes the tools down
+            CHAT | {"max_tokens": 100, "messages": [{"role": "system", "content": json.dumps(tool)}, *ASKS]},
+            "chat/completions",
         ),
         "response_format": Dear({"response_format": wanted}, CHAT, "chat/completions"),
         "metadata": Dear({"metadata": {str(i): "x" for i in range(60_000)}}, RESPONSE, "responses"),
