@@ -6,7 +6,7 @@ from pydantic import Field, field_validator
 
 from hemiola.runtime.api import Strict
 from hemiola.runtime.errors import Refused
-from hemiola.runtime.options import MOST_STEP_TOKENS, KvDtype
+from hemiola.runtime.options import MOST_STEP_TOKENS, TP_SIZES, KvDtype
 
 
 class Options(Strict):
@@ -96,9 +96,7 @@ class Options(Strict):
     @field_validator("tp")
     @classmethod
     def _known_size(cls, value: int) -> int:
-        from hemiola.plugins.ranks import SIZES  # torch takes seconds; --help should not
-
-        if value not in SIZES:
+        if value not in TP_SIZES:
             raise Refused("out_of_range", "tp", value, way_out="give 1, 2, 4 or 8")
         return value
 

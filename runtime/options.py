@@ -16,6 +16,7 @@ KvDtype = Literal[  # plugins/attention/pages.py
     "turboquant_k3v4_nc",
     "turboquant_3bit_nc",
 ]
+TP_SIZES = (1, 2, 4, 8)  # how many ranks an engine may have
 # The longest text of the models here in one piece. Twice as many would fit no launch on a GPU: of conv's
 # programs, 65,535 at most, each has 8 tokens.
 MOST_STEP_TOKENS = 2**18
