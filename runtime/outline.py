@@ -122,7 +122,7 @@ class Outline(BaseModel):
 Kind = TypeVar("Kind", bound=Outline)
 
 
-class Stored(NamedTuple):
+class ManifestFile(NamedTuple):
     """A manifest as it stands in its file."""
 
     path: Path
@@ -159,7 +159,7 @@ def find(engine_dir: Path) -> Path:
     return path
 
 
-def read(path: Path) -> Stored:
+def read(path: Path) -> ManifestFile:
     """A JSON object of this format."""
     check_regular(path)
     text = read_text(path, "run build-engine again", MOST_BYTES)
@@ -174,10 +174,10 @@ def read(path: Path) -> Stored:
         found = f"format {shown(content['format'])}" if "format" in content else "no format"
         message = f"{path} has {found}, hemiola {hemiola.__version__} reads {FORMAT}"
         raise Refused("unsupported", message=message, way_out="run build-engine again")
-    return Stored(path, text, content)
+    return ManifestFile(path, text, content)
 
 
-def validated(kind: type[Kind], stored: Stored) -> Kind:
+def validated(kind: type[Kind], stored: ManifestFile) -> Kind:
     """The fields of `kind`, without a look at the files that they name."""
     try:
         return kind.model_validate_json(stored.text, strict=True)
