@@ -43,7 +43,7 @@ class Entry:
 
     def subtree(self) -> "list[Entry]":
         """This page and all behind it, each behind its parent."""
-        entries = [self]
+        entries: list[Entry] = [self]
         for entry in entries:
             entries.extend(entry.children)
         return entries
