@@ -99,21 +99,27 @@ def _strips(tensor: torch.Tensor) -> torch.Tensor:
 
 
 @helper
+def _which(kind, zeros):
+    """Its place in TABLE. Zero points beside codes that have none change nothing."""
+    return 2 * kind + (1 if zeros != 0 and kind in (IN_INT8, IN_INT4) else 0)
+
+
+@helper
 def narrow_tile(
     kind, num_rows, strips, panel, codes, scales, zeros, strip_bytes, span, count, y, y_len, going_on,
     codes_soon, scales_soon
 ):  # fmt: skip
     """Few rows times strips side by side; codes are widened in registers."""
     tile_of_codes(
-        2 * kind + (zeros != 0), num_rows, strips, panel, codes, scales, zeros, strip_bytes, span, count, y,
-        y_len, going_on, codes_soon, scales_soon
+        _which(kind, zeros), num_rows, strips, panel, codes, scales, zeros, strip_bytes, span, count, y, y_len,
+        going_on, codes_soon, scales_soon
     )  # fmt: skip
 
 
 @helper
 def widen_codes(kind, codes, scales, zeros, span, count, target, codes_soon, scales_soon):
     """The weights of a strip for `count` inputs become fp32 at `target`."""
-    widen(2 * kind + (zeros != 0), codes, scales, zeros, span, count, target, codes_soon, scales_soon)
+    widen(_which(kind, zeros), codes, scales, zeros, span, count, target, codes_soon, scales_soon)
 
 
 @helper
