@@ -111,8 +111,8 @@ def narrow_tile(
 ):  # fmt: skip
     """Few rows times strips side by side; codes are widened in registers."""
     tile_of_codes(
-        _which(kind, zeros), num_rows, strips, panel, codes, scales, zeros, strip_bytes, span, count, y, y_len,
-        going_on, codes_soon, scales_soon
+        _which(kind, zeros), num_rows, strips, panel, codes, scales, zeros, strip_bytes, span, count, y,
+        y_len, going_on, codes_soon, scales_soon
     )  # fmt: skip
 
 
