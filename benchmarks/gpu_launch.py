@@ -1,6 +1,6 @@
 """What a launch costs the host: ours from an engine's binaries against Triton's own, same bits.
 
-    PYTHONPATH=. python benchmarks/gpu_launch.py
+    PYTHONPATH=.:tests python benchmarks/gpu_launch.py
 
 Per op of small layers: microseconds of the op's function, and of its kernels' launches in it.
 """
@@ -11,9 +11,9 @@ from collections.abc import Callable
 from functools import partial
 
 import torch
+from kit.triton_launcher import launched_by_triton
 
 from hemiola.plugins.gpu.compile import on_demand
-from hemiola.plugins.gpu.jit import launched_by_triton
 from hemiola.plugins.gpu.launch import Kernel, launches
 from hemiola.plugins.linear.cuda import linear
 from hemiola.plugins.mamba2.cuda import mamba2

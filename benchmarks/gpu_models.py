@@ -28,6 +28,8 @@ import tempfile
 import threading
 import time
 import zlib
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -100,49 +102,53 @@ def decode(llm: LLM, prompts: list[list[int]], *windows: tuple[int, int]) -> lis
     """Of windows of steps; step 0 is the first when the last request has its first token."""
     edges = sorted({0, *(step for window in windows for step in window)})
     chunks = sum(map(len, prompts)) // llm.config.max_step_tokens + len(prompts)
-    params = SamplingParams(max_tokens=chunks + edges[-1], temperature=0.0, ignore_eos=True)
     token_ids: list[list[int]] = [[] for _ in prompts]
     marks: list[Mark] = []
-    left, done = {*range(len(prompts))}, threading.Event()
 
-    def note(row: int, piece: Piece) -> None:
+    def note(row: int, piece: Piece, num_left: int) -> None:
         token_ids[row] += piece.token_ids
-        if piece.finish_reason is not None:
-            left.discard(row)
         if all(token_ids) and len(marks) < len(edges):
             counters = llm.counters
             now = Mark(time.perf_counter(), counters.num_steps, counters.device_seconds)
             step = now.step - marks[0].step if marks else 0
-            while len(marks) < len(edges) and (step >= edges[len(marks)] or len(left) < len(prompts)):
+            while len(marks) < len(edges) and (step >= edges[len(marks)] or num_left < len(prompts)):
                 marks.append(now)
-        if not left:
-            done.set()
 
-    for row, prompt in enumerate(prompts):
-        llm.submit(prompt, params, lambda piece, row=row: note(row, piece))
-    done.wait()
+    _submit(llm, prompts, chunks + edges[-1], note).wait()
     at = dict(zip(edges, marks, strict=True))
     return [_between(at[start], at[end], marks[0].step, token_ids) for start, end in windows]
 
 
 def begun(llm: LLM, prompts: list[list[int]], num_tokens: int) -> threading.Event:
     """Returns when all rows have their first tokens; the event says that all have so many."""
-    params = SamplingParams(max_tokens=num_tokens, temperature=0.0, ignore_eos=True)
-    started, left = threading.Event(), {*range(len(prompts))}
-    waiting, done = {*left}, threading.Event()
+    started, waiting = threading.Event(), {*range(len(prompts))}
 
-    def note(row: int, piece: Piece) -> None:
+    def note(row: int, piece: Piece, num_left: int) -> None:
         waiting.discard(row)
         if not waiting:
             started.set()
+
+    done = _submit(llm, prompts, num_tokens, note)
+    started.wait()
+    return done
+
+
+def _submit(
+    llm: LLM, prompts: list[list[int]], num_tokens: int, note: Callable[[int, Piece, int], None]
+) -> threading.Event:
+    """The event says that all rows have so many tokens. note: a row, its piece, how many rows go on."""
+    params = SamplingParams(max_tokens=num_tokens, temperature=0.0, ignore_eos=True)
+    left, done = {*range(len(prompts))}, threading.Event()
+
+    def take(row: int, piece: Piece) -> None:
         if piece.finish_reason is not None:
             left.discard(row)
+        note(row, piece, len(left))
         if not left:
             done.set()
 
     for row, prompt in enumerate(prompts):
-        llm.submit(prompt, params, lambda piece, row=row: note(row, piece))
-    started.wait()
+        llm.submit(prompt, params, partial(take, row))
     return done
 
 

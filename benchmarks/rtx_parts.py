@@ -23,7 +23,7 @@ from hemiola.builder.random_weights import RandomTensors
 from hemiola.builder.targets import RTX
 from hemiola.builder.targets.trt import rtx
 from hemiola.builder.targets.trt.engines import make_profiles
-from hemiola.runtime.manifest_parts import Limits
+from hemiola.runtime.outline import Limits
 
 LIMITS = Limits(max_len=8192, max_rows=64, max_step_tokens=2048, num_drafts=3, page_len=64, chunk_len=16)
 

@@ -25,7 +25,7 @@ from hemiola.builder.targets.trt.nodes import told_beforehand
 from hemiola.builder.targets.trt.ptx import Ahead
 from hemiola.plugins import OPS
 from hemiola.runtime.arch import ARCHS
-from hemiola.runtime.manifest_parts import Limits
+from hemiola.runtime.outline import Limits
 
 LIMITS = Limits(max_len=8192, max_rows=64, max_step_tokens=2048, num_drafts=3, page_len=64, chunk_len=16)
 

@@ -1,6 +1,5 @@
 """The straight line from a checkpoint to an engine directory."""
 
-import hashlib
 import sys
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
@@ -13,6 +12,7 @@ from hemiola.builder.checkpoint import Checkpoint, Files, Tensors
 from hemiola.builder.cut import SEGMENTS, Cut
 from hemiola.builder.formats.rounded import rounding
 from hemiola.builder.graph import Graph, Name, export
+from hemiola.builder.hashes import hash_files
 from hemiola.builder.hub import Origin, fetch_weights, locate
 from hemiola.builder.lazy import Lazy
 from hemiola.builder.options import Options
@@ -35,16 +35,14 @@ from hemiola.builder.token_ids import refuse_unknown_ids
 from hemiola.builder.tokenizer import check_tokenizer, copy_tokenizer
 from hemiola.builder.weights import write_weights
 from hemiola.plugins import OPS
-from hemiola.runtime import manifest
 from hemiola.runtime.arch import ARCHS, name_of
-from hemiola.runtime.config import lossy
-from hemiola.runtime.manifest import Manifest
-from hemiola.runtime.manifest_parts import GROUP, PTX, Kernels, Limits, Segment, State
+from hemiola.runtime.manifest import Manifest, lossy
+from hemiola.runtime.manifest_parts import GROUP, PTX, Kernels, Segment
+from hemiola.runtime.outline import FORMAT, Limits, State
 from hemiola.runtime.progress import HASHING, Report, silent
 
 WEIGHTS = "weights.safetensors"
 RANK_WEIGHTS = "weights.rank{}.safetensors"
-PART = 2**24  # bytes that are hashed between two reports
 
 
 @memory_in_one_line()
@@ -94,10 +92,11 @@ def build(path: Path, engine_dir: Path, options: Options, report: Report = silen
         kernels = _kernels(graphs, segments, job)
         absent = drawn(weights[0])
         rank_files = _write(weights, absent, folder, report)
-        write_same_bits(folder, origin.folder, options, model.config.size("num_key_value_heads", 1))
+        num_kv_heads = model.config.size("num_key_value_heads", 1)
+        write_same_bits(folder, origin.folder, options, num_kv_heads, report)
         carried = (_hidden(model, limits),) if drafts == "mtp" else ()
         return Manifest(
-            format=manifest.FORMAT,
+            format=FORMAT,
             builder_version=hemiola.__version__,
             torch_version=torch.__version__,
             repo=origin.repo,
@@ -213,13 +212,5 @@ def _hidden(model: models.Model, limits: Limits) -> State:
 
 def _hashes(folder: Path, report: Report) -> dict[str, str]:
     files = [path for path in sorted(folder.rglob("*")) if path.is_file()]
-    total, done, hashes = sum(path.stat().st_size for path in files), 0, {}
-    for path in files:
-        digest = hashlib.sha256()
-        with path.open("rb") as file:
-            while part := file.read(PART):
-                digest.update(part)
-                done += len(part)
-                report(HASHING, done, total)
-        hashes[str(path.relative_to(folder))] = digest.hexdigest()
-    return hashes
+    names = [str(path.relative_to(folder)) for path in files]
+    return dict(zip(names, hash_files(files, HASHING, report), strict=True))

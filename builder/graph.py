@@ -20,7 +20,7 @@ from hemiola.plugins.spec import Op
 from hemiola.runtime.abi import INPUTS
 from hemiola.runtime.device.program import EXACT, OURS
 from hemiola.runtime.errors import Refused
-from hemiola.runtime.manifest_parts import Limits, State
+from hemiola.runtime.outline import Limits, State
 
 Name = Literal["trunk", "draft"]
 DIMS = {"T": "tokens", "N": "rows", "W": "table", "L": "logits", "P": "pages", "S": "slots"}  # that are free

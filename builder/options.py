@@ -6,7 +6,7 @@ from pydantic import Field, field_validator
 
 from hemiola.runtime.api import Strict
 from hemiola.runtime.errors import Refused
-from hemiola.runtime.options import MOST_STEP_TOKENS, KvDtype
+from hemiola.runtime.options import MOST_STEP_TOKENS, TP_SIZES, KvDtype
 
 
 class Options(Strict):
@@ -25,8 +25,8 @@ class Options(Strict):
     )
     dtype: Literal["bfloat16", "float32"] | None = Field(
         default=None,
-        description="what it computes in; default: float32 on a CPU, bfloat16 on GPUs, where float32 is for"
-        " comparing tokens with transformers' in fp32, not for speed",
+        description="numbers that the engine computes in; default: float32 on a CPU, bfloat16 on a GPU."
+        " float32 on a GPU is slow: it is for comparing tokens with those of transformers in fp32",
     )
     max_len: int | None = Field(
         default=None,
@@ -58,8 +58,8 @@ class Options(Strict):
     )
     draft_head: Literal["fp8", "int4"] | None = Field(
         default=None,
-        description="MTP drafts read a copy of the output head in 8 or 4 bits; tokens and logits stay as"
-        " they are",
+        description="MTP drafts read a copy of the output head in 8 or 4 bits; tokens and logits stay the"
+        " same",
     )
     kv_dtype: KvDtype = Field(
         default="auto",
@@ -76,15 +76,17 @@ class Options(Strict):
     )
     act_dtype: Literal["auto", "fp8", "bf16"] = Field(
         default="auto",
-        description="inputs of FP8 layers: auto and bf16 leave them as wide as the engine computes; fp8 makes"
-        " them e4m3 where the checkpoint says so, or with --quantize fp8",
+        description="inputs of FP8 layers: auto and bf16 do not round them; fp8 rounds them to e4m3 where the"
+        " checkpoint asks for it, or with --quantize fp8",
     )
     tp: int = Field(
-        default=1, description="processes that compute each step together, each with a part: 1, 2, 4 or 8"
+        default=1,
+        description="ranks: processes that compute each step together, each with a part of the weights: 1, 2,"
+        " 4 or 8",
     )
     same_bits: bool = Field(
         default=False,
-        description="the same bits for every --tp: ranks add in 8 segments, which takes time",
+        description="give the same bits for every --tp: sums are added in 8 segments, which is slower",
     )
     page_len: int = Field(default=64, ge=1, description="tokens in a page of keys and values")
     random_weights: bool = Field(
@@ -96,9 +98,7 @@ class Options(Strict):
     @field_validator("tp")
     @classmethod
     def _known_size(cls, value: int) -> int:
-        from hemiola.plugins.ranks import SIZES  # torch takes seconds; --help should not
-
-        if value not in SIZES:
+        if value not in TP_SIZES:
             raise Refused("out_of_range", "tp", value, way_out="give 1, 2, 4 or 8")
         return value
 

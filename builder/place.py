@@ -12,9 +12,9 @@ from itertools import count
 from pathlib import Path
 
 from hemiola.builder.checkpoint import read_json
-from hemiola.runtime import manifest
 from hemiola.runtime.engine_files import strays
 from hemiola.runtime.errors import Refused, one_line
+from hemiola.runtime.outline import FILE
 
 WORKSHOP = ".building-"  # behind an engine directory's name
 NEW = "new"  # an engine that is being built
@@ -37,11 +37,11 @@ def refuse_occupied(engine_dir: Path) -> None:
         message = f"--engine-dir {engine_dir} is a mount point, which a new engine cannot replace"
         way_out = f"choose a directory in it, such as {engine_dir / 'engine'}"
         raise Refused("in_use", "engine_dir", message=message, way_out=way_out)
-    if engine_dir.is_dir() and any(engine_dir.iterdir()) and not (engine_dir / manifest.FILE).is_file():
+    if engine_dir.is_dir() and any(engine_dir.iterdir()) and not (engine_dir / FILE).is_file():
         message = f"--engine-dir {engine_dir} has files but no engine in it"
         raise Refused("in_use", "engine_dir", message=message, way_out="choose an empty or a new directory")
-    if (engine_dir / manifest.FILE).is_file():
-        for stray in strays(engine_dir, [manifest.FILE, *_files_of(engine_dir / manifest.FILE)]):
+    if (engine_dir / FILE).is_file():
+        for stray in strays(engine_dir, [FILE, *_files_of(engine_dir / FILE)]):
             message = (
                 f"--engine-dir {engine_dir} has an engine and beside it {stray}, which a new engine would"
                 " remove"

@@ -11,11 +11,11 @@ from hemiola.builder.checkpoint import Checkpoint
 from hemiola.builder.formats.declared import SINCE
 from hemiola.builder.options import Options
 from hemiola.plugins.attention.pages import FORMATS
-from hemiola.runtime.arch import ARCHS, name_of
+from hemiola.runtime.arch import ARCHS
 from hemiola.runtime.errors import Refused
 from hemiola.runtime.manifest import MOST_PAGES
-from hemiola.runtime.manifest_parts import Limits
 from hemiola.runtime.options import MOST_STEP_TOKENS
+from hemiola.runtime.outline import Limits
 from hemiola.runtime.step.bucket import ROWS
 
 
@@ -88,14 +88,14 @@ def _refuse_quantised(
 def dtype_of(target: targets.Target, archs: tuple[str, ...], options: Options) -> torch.dtype:
     """Of activations, weights, records and pages."""
     arch = ARCHS[archs[0]]
-    dtype = getattr(torch, options.dtype) if options.dtype else arch.dtype
-    if dtype is not arch.dtype and (arch.device, target.name) != ("cuda", "torch"):
+    dtype = options.dtype or arch.dtype
+    if dtype != arch.dtype and (arch.device, target.name) != ("cuda", "torch"):
         message = (
             f"--dtype {options.dtype} is not supported by --target {target.name} --arch {','.join(archs)},"
-            f" only {name_of(arch.dtype)}"
+            f" only {arch.dtype}"
         )
         raise Refused("unsupported", "dtype", message=message, way_out="leave --dtype out")
-    return dtype
+    return getattr(torch, dtype)
 
 
 def max_len_of(checkpoint: Checkpoint, options: Options) -> int:

@@ -7,21 +7,25 @@ import torch
 
 import hemiola
 from hemiola.builder.formats.declared import MODELOPT
+from hemiola.builder.hashes import hash_files
 from hemiola.builder.options import Options
 from hemiola.plugins.gpu.binaries import sources
+from hemiola.runtime.progress import HASHING_CHECKPOINT, Report
 from hemiola.runtime.same_bits import FILE, SameBits
 
 READ = ("config.json", MODELOPT, "*.safetensors")  # of a checkpoint's folder
 
 
-def write_same_bits(engine_dir: Path, checkpoint: Path, options: Options, num_kv_heads: int) -> None:
+def write_same_bits(
+    engine_dir: Path, checkpoint: Path, options: Options, num_kv_heads: int, report: Report
+) -> None:
     """Not for random weights, which each rank draws for itself."""
     if not options.same_bits or options.random_weights:
         return
     digest = hashlib.sha256(repr((hemiola.__version__, torch.__version__, sources())).encode())
     digest.update(options.model_dump_json(exclude={"tp", "revision"}).encode())
-    for path in sorted({path for name in READ for path in checkpoint.glob(name)}):
-        with path.open("rb") as file:
-            digest.update(path.name.encode() + hashlib.file_digest(file, "sha256").digest())
+    files = sorted({path for name in READ for path in checkpoint.glob(name)})
+    for path, found in zip(files, hash_files(files, HASHING_CHECKPOINT, report), strict=True):
+        digest.update(path.name.encode() + bytes.fromhex(found))
     made = SameBits(bits=digest.hexdigest(), num_kv_parts=min(options.tp, num_kv_heads))
     (engine_dir / FILE).write_text(made.model_dump_json() + "\n")

@@ -17,7 +17,6 @@ import torch
 
 RANK, SIZE, ROOM, STOP, WINDOWS = 0, 1, 2, 3, 8
 MOST_RANKS = 8
-SIZES = (1, 2, 4, 8)
 PROGRAMS = 128  # of a GPU's kernel; the last words of a group are how many pieces each has exchanged
 LINE = 64  # bytes of a cache line: what one rank writes begins on its own
 STOPPED = "the engine has lost a rank"
@@ -47,7 +46,7 @@ def lines_of_a_piece(room: int, line_bytes: int) -> int:
 
 def make_group(rank: int, windows: list[int], room: int, stop: int) -> torch.Tensor:
     """windows: the address of each rank's; stop: of the word that ends all waiting."""
-    assert len(windows) in SIZES and room % LINE == 0
+    assert MOST_RANKS % len(windows) == 0 and room % LINE == 0
     group = torch.zeros(words_of(len(windows)), dtype=torch.int64)
     group[: WINDOWS + len(windows)] = torch.tensor([rank, len(windows), room, stop, 0, 0, 0, 0, *windows])
     return group

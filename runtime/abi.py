@@ -6,7 +6,7 @@ page_table[n, p // page_len].
 """
 
 from hemiola.runtime.config import Resolved
-from hemiola.runtime.manifest_parts import Limits
+from hemiola.runtime.outline import Limits
 
 INPUTS = {
     "trunk": {"token_ids": "T", "positions": "T", "rows": "N8", "page_table": "NW", "logits_ids": "L"},

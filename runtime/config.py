@@ -2,15 +2,11 @@
 
 from collections.abc import Sequence
 
-import torch
-
-from hemiola.plugins.attention.pages import FORMATS
 from hemiola.runtime.api import Strict
 from hemiola.runtime.arch import ARCHS, split
 from hemiola.runtime.errors import Name, Refused, any_of
-from hemiola.runtime.manifest import Manifest
-from hemiola.runtime.manifest_parts import State
-from hemiola.runtime.options import Auto, Drafts, KvDtype, ServeConfig
+from hemiola.runtime.options import Auto, Drafts, ServeConfig
+from hemiola.runtime.outline import Outline, State
 
 ENDLESS = 2**60  # bytes: as if memory were no limit
 
@@ -41,25 +37,14 @@ class Resolved(Strict):
     disk_cache_bytes: int
 
 
-def lossy(kv_dtype: KvDtype) -> str:
-    """What to warn of: pages whose codes have 3 bits; "" for others."""
-    if not FORMATS[kv_dtype].loses_much:
-        return ""
-    return (
-        f"--kv-dtype {kv_dtype} keeps keys or values in 3 bits: in vLLM's study such pages cost some 20"
-        " points in tests of reasoning; measure your own task, or build with turboquant_4bit_nc or fp8"
-    )
-
-
 def state_bytes(states: Sequence[State], kind: str) -> int:
     """Bytes of one page or one slot over all layers."""
-    sizes = (torch.Size(s.shape).numel() * getattr(torch, s.dtype).itemsize for s in states if s.kind == kind)
-    return sum(sizes)
+    return sum(state.num_bytes for state in states if state.kind == kind)
 
 
-def resolve(config: ServeConfig, manifest: Manifest, free_bytes: int) -> Resolved:
+def resolve(config: ServeConfig, engine: Outline, free_bytes: int) -> Resolved:
     """The sizes to run with: what was asked, bounded by the engine's limits and by the memory given."""
-    limits = manifest.limits
+    limits = engine.limits
     max_len = _bounded("max_len", config.max_len, 2, limits.max_len)
     max_rows = _bounded("max_rows", config.max_rows, 1, limits.max_rows)
     max_step_tokens = _bounded("max_step_tokens", config.max_step_tokens, 1, limits.max_step_tokens)
@@ -67,9 +52,9 @@ def resolve(config: ServeConfig, manifest: Manifest, free_bytes: int) -> Resolve
         limit = (Name("max_step_tokens"), f" is {max_step_tokens}: each row needs a token per step")
         way_out = ("lower ", Name("max_rows"), " or raise ", Name("max_step_tokens"))
         raise Refused("conflict", "max_rows", max_rows, limit, way_out)
-    drafts, num_drafts = _drafts(config, manifest)
-    prefix_cache = _prefix_cache(config, manifest, max_len)
-    num_slots, num_pages = _cache_sizes(config, manifest, max_len, max_rows, prefix_cache, free_bytes)
+    drafts, num_drafts = _drafts(config, engine)
+    prefix_cache = _prefix_cache(config, engine, max_len)
+    num_slots, num_pages = _cache_sizes(config, engine, max_len, max_rows, prefix_cache, free_bytes)
     return Resolved(
         max_len=max_len,
         max_rows=max_rows,
@@ -85,44 +70,44 @@ def resolve(config: ServeConfig, manifest: Manifest, free_bytes: int) -> Resolve
         ngram_max=config.ngram_max,
         prefix_cache=prefix_cache,
         snapshot_interval=config.snapshot_interval,
-        pipeline_depth=_pipeline_depth(config, manifest),
-        cuda_graphs=_cuda_graphs(config, manifest),
-        vocab_size=manifest.vocab_size,
+        pipeline_depth=_pipeline_depth(config, engine),
+        cuda_graphs=_cuda_graphs(config, engine),
+        vocab_size=engine.vocab_size,
         aging_s=config.aging_s,
-        host_cache_bytes=_tier_bytes("host_cache_bytes", config.host_cache_bytes, manifest, prefix_cache),
+        host_cache_bytes=_tier_bytes("host_cache_bytes", config.host_cache_bytes, engine, prefix_cache),
         disk_cache_dir=_disk_cache_dir(config),
-        disk_cache_bytes=_tier_bytes("disk_cache_bytes", config.disk_cache_bytes, manifest, prefix_cache),
+        disk_cache_bytes=_tier_bytes("disk_cache_bytes", config.disk_cache_bytes, engine, prefix_cache),
     )
 
 
-def _pipeline_depth(config: ServeConfig, manifest: Manifest) -> int:
+def _pipeline_depth(config: ServeConfig, engine: Outline) -> int:
     """A CPU does what it is told before the host goes on; a GPU would stand still meanwhile."""
     if config.pipeline_depth == "auto":
-        return int(ARCHS[split(manifest.arch)[0]].device == "cuda")
+        return int(ARCHS[split(engine.arch)[0]].device == "cuda")
     if not 0 <= config.pipeline_depth <= 2:
         raise Refused("out_of_range", "pipeline_depth", config.pipeline_depth, way_out="use 0, 1 or 2")
     return config.pipeline_depth
 
 
-def _cuda_graphs(config: ServeConfig, manifest: Manifest) -> bool:
+def _cuda_graphs(config: ServeConfig, engine: Outline) -> bool:
     """A host launches a step's kernels one by one more slowly than a GPU runs them."""
-    on_gpu = ARCHS[split(manifest.arch)[0]].device == "cuda"
+    on_gpu = ARCHS[split(engine.arch)[0]].device == "cuda"
     if config.cuda_graphs is True and not on_gpu:
-        message = (Name("cuda_graphs"), f" is on, but the engine was built for {manifest.arch}")
+        message = (Name("cuda_graphs"), f" is on, but the engine was built for {engine.arch}")
         raise Refused("conflict", "cuda_graphs", message=message, way_out="leave it out")
     return on_gpu if config.cuda_graphs == "auto" else config.cuda_graphs
 
 
-def _drafts(config: ServeConfig, manifest: Manifest) -> tuple[Drafts, int]:
+def _drafts(config: ServeConfig, engine: Outline) -> tuple[Drafts, int]:
     """Who drafts, and how many per row and step."""
-    built = manifest.limits.num_drafts
-    drafts = manifest.drafts if config.drafts == "auto" else config.drafts
+    built = engine.limits.num_drafts
+    drafts = engine.drafts if config.drafts == "auto" else config.drafts
     if drafts == "none":
         if config.num_drafts not in ("auto", 0):
             limit = ("but ", Name("drafts"), " is none")
             raise Refused("conflict", "num_drafts", config.num_drafts, limit, "leave it out")
         return "none", 0
-    if drafts == "mtp" and manifest.drafts != "mtp":
+    if drafts == "mtp" and engine.drafts != "mtp":
         limit = "but the engine was built without an MTP head"
         raise Refused("unsupported", "drafts", drafts, limit, "rebuild with --drafts mtp")
     if built == 0:
@@ -155,9 +140,9 @@ def rebuilt_for(max_len: int) -> str:
     return f"rebuild with --max-len {max_len}, if the checkpoint's max_position_embeddings allow so many"
 
 
-def _prefix_cache(config: ServeConfig, manifest: Manifest, max_len: int) -> bool:
+def _prefix_cache(config: ServeConfig, engine: Outline, max_len: int) -> bool:
     """Whether to look for hits; refuses a cache that could never have one."""
-    page_len = manifest.limits.page_len
+    page_len = engine.limits.page_len
     can_hit = max_len >= page_len + 2
     if config.prefix_cache is True and not can_hit:
         page = f" leaves no token behind a page of {page_len}: nothing would ever be found"
@@ -175,17 +160,17 @@ def _prefix_cache(config: ServeConfig, manifest: Manifest, max_len: int) -> bool
     return used
 
 
-def _tier_bytes(field: str, num_bytes: int, manifest: Manifest, prefix_cache: bool) -> int:
+def _tier_bytes(field: str, num_bytes: int, engine: Outline, prefix_cache: bool) -> int:
     """Refused where nothing would ever be kept there."""
     if num_bytes == 0:
         return 0
     if not prefix_cache:
         message = (Name(field), " is given, but ", Name("prefix_cache"), " is off")
         raise Refused("conflict", field, message=message, way_out="leave it out")
-    if state_bytes(manifest.states, "page") == 0:
+    if state_bytes(engine.states, "page") == 0:
         message = (Name(field), " is given, but the engine's pages have no bytes: no layer attends")
         raise Refused("unsupported", field, message=message, way_out="leave it out")
-    least = manifest.tp * sum(state_bytes(manifest.states, kind) for kind in ("page", "slot"))
+    least = engine.tp * sum(state_bytes(engine.states, kind) for kind in ("page", "slot"))
     if num_bytes < 2 * least:
         limit = f"a page and a state take {least}, and it needs twice that"
         raise Refused("out_of_range", field, num_bytes, limit, "raise it")
@@ -207,16 +192,16 @@ def _disk_cache_dir(config: ServeConfig) -> str | None:
 
 def _cache_sizes(
     config: ServeConfig,
-    manifest: Manifest,
+    engine: Outline,
     max_len: int,
     max_rows: int,
     prefix_cache: bool,
     free_bytes: int,
 ) -> tuple[int, int]:
     """Slots and pages, the dump ones included: as many as can be used, within the bytes given."""
-    per_request = -(-max_len // manifest.limits.page_len)
+    per_request = -(-max_len // engine.limits.page_len)
     wanted = (2 if prefix_cache else 1) * max_rows * per_request + 1
-    slot_bytes, page_bytes = (state_bytes(manifest.states, kind) for kind in ("slot", "page"))
+    slot_bytes, page_bytes = (state_bytes(engine.states, kind) for kind in ("slot", "page"))
     if config.num_pages != "auto" and config.cache_bytes != "auto":
         message = (Name("num_pages"), " and ", Name("cache_bytes"), " were both given")
         raise Refused("conflict", "num_pages", message=message, way_out="choose one")

@@ -19,7 +19,7 @@ from hemiola.runtime.cache.depth import Observer
 from hemiola.runtime.cache.statistics import Statistics
 from hemiola.runtime.cache.tier import TierUse
 from hemiola.runtime.choose.grammar import Grammar, Grammars
-from hemiola.runtime.config import ServeConfig, lossy, resolve
+from hemiola.runtime.config import ServeConfig, resolve
 from hemiola.runtime.device.find import find_device
 from hemiola.runtime.device.followers import FollowerProcesses
 from hemiola.runtime.device.memory import free_bytes
@@ -83,7 +83,7 @@ class LLM:
                 self.config.max_len,
                 self.config.page_len,
             )
-        if words := lossy(self.manifest.kv_dtype):
+        if words := manifests.lossy(self.manifest.kv_dtype):
             log.warning("%s", words)
         report("reading the tokenizer", 0, 0)
         self._text = open_text(engine_dir, self.manifest)

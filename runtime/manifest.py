@@ -1,109 +1,69 @@
 """The contract between builder and runtime: `manifest.json`, which says what an engine is."""
 
-import hashlib
 import json
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Literal
 
 import torch
-from pydantic import (
-    AfterValidator,
-    ValidationError,
-)
+from pydantic import ConfigDict
 
-import hemiola
 from hemiola.plugins import OPS
 from hemiola.plugins.attention.pages import FORMATS
 from hemiola.plugins.gpu.binaries import sources
-from hemiola.plugins.ranks import SIZES
-from hemiola.runtime.arch import ARCHS, name_of, split
-from hemiola.runtime.engine_files import check_files, check_regular
-from hemiola.runtime.errors import Refused, one_line, shown
-from hemiola.runtime.fields import refused_by
-from hemiola.runtime.json_file import parse_json, read_text
-from hemiola.runtime.manifest_parts import (
-    GROUP,
-    HIDDEN,
-    PTX,
-    Digest,
-    Drawn,
-    FileName,
-    Frozen,
-    Kernels,
-    Limits,
-    Line,
-    RepoName,
-    Segment,
-    Size,
-    State,
-    Word,
-)
+from hemiola.runtime.arch import name_of
+from hemiola.runtime.engine_files import check_files
+from hemiola.runtime.errors import Refused, shown
+from hemiola.runtime.manifest_parts import GROUP, HIDDEN, PTX, Drawn, Kernels, Line, RepoName, Segment
 from hemiola.runtime.options import KvDtype
+from hemiola.runtime.outline import (
+    FILE,
+    FileName,
+    Outline,
+    Size,
+    Word,
+    check_build,
+    find,
+    read,
+    seal_of,
+    validated,
+)
 
-FORMAT = 12
-FILE = "manifest.json"
 NARROW = {"float8_e4m3fn", "uint8"}  # dtypes of pages alone
 Target = Literal["torch", "onnxruntime", "tensorrt-rtx", "tensorrt"]
-MOST_BYTES = 2**26  # of a manifest; one of 100 layers and 7 architectures has some 2**21
 MOST_PAGES = 2**24  # that all rows of a step can name, and so the entries of a table on the host
 
 
-def _known_archs(names: str) -> str:
-    if not split(names) or any(name not in ARCHS for name in split(names)):
-        raise ValueError(f"it should be one or more of {', '.join(ARCHS)}")
-    return names
-
-
-def _known_tp(size: int) -> int:
-    if size not in SIZES:
-        raise ValueError("it should be 1, 2, 4 or 8")
-    return size
-
-
-class Manifest(Frozen):
+class Manifest(Outline):
     """Everything the runtime knows of an engine."""
 
-    format: int
-    builder_version: Word
-    torch_version: Word
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
     repo: RepoName = ""  # the checkpoint's name on the Hub, if it came from there
     commit: Word = ""  # of the checkpoint there
     architecture: Word
     layers: tuple[Word, ...]  # one word each: mamba2, attention, mlp, moe, delta
-    vocab_size: Size
     hidden_size: Size
     target: Target
     promise: Literal["bits", "tokens"]  # what every run has in common with the plain run
-    arch: Annotated[
-        Word, AfterValidator(_known_archs)
-    ]  # of runtime/arch.py; several, if parts were compiled for several: sm_89,sm_120
-    drafts: Literal["none", "ngram", "mtp"]
     draft_vocab: Size | None = None  # an MTP head has logits of so many of the lowest ids; None: of all
     draft_head: Literal["fp8", "int4"] | None = (
         None  # the codes of the head that it reads; None: the trunk's head
     )
     kv_dtype: KvDtype  # what pages hold
     act_dtype: Word  # of inputs of FP8 layers: fp8, or what the engine computes in (builder/options.py)
-    eos_ids: tuple[int, ...]
-    limits: Limits
-    tp: Annotated[int, AfterValidator(_known_tp)] = 1  # ranks that run each step together
     sum_segments: Literal[1, 8] = 1  # of what ranks add; 8: bits do not depend on tp
     weights_file: FileName
     rank_files: tuple[FileName, ...] = ()  # of each rank, with its parts of weights that are cut
     drawn: dict[Word, Drawn]  # weights that are random numbers and stand in no file, by name
-    states: tuple[State, ...]
     segments: tuple[Segment, ...]
     kernels: tuple[Kernels, ...]  # one for each architecture of a GPU
     ops: dict[Word, Line]  # schemas of the ops that the segments call, by name
-    sha256: dict[FileName, Digest]  # every other file of the engine, by its path inside the directory
-    identity: str = ""  # sha256 of this manifest without this field
 
     def seal(self) -> str:
         """The identity this manifest should carry."""
-        content = json.dumps(self.model_dump(mode="json", exclude={"identity"}), sort_keys=True)
-        return hashlib.sha256(content.encode()).hexdigest()
+        return seal_of(self.model_dump(mode="json"))
 
     def write(self, engine_dir: Path) -> "Manifest":
         """Seal and store; returns the sealed manifest. Written last, so no broken build leaves one."""
@@ -111,11 +71,6 @@ class Manifest(Frozen):
         text = json.dumps(sealed.model_dump(mode="json"), indent=1)
         (engine_dir / FILE).write_text(text + "\n")
         return sealed
-
-    @property
-    def has_tokenizer(self) -> bool:
-        """Else the engine takes and gives token ids."""
-        return "tokenizer/tokenizer.json" in self.sha256
 
     @property
     def drawn_bytes(self) -> int:
@@ -143,21 +98,9 @@ class Manifest(Frozen):
 
 def load(engine_dir: Path) -> Manifest:
     """Read and check an engine's manifest and the files it names. Raises Refused with the reason."""
-    path = engine_dir / FILE
-    if not engine_dir.is_dir():
-        message = f"{engine_dir} is not a directory"
-        way_out = "pass an engine directory made by build-engine"
-        raise Refused("not_found", "engine_dir", message=message, way_out=way_out)
-    if not path.exists():
-        message = f"{engine_dir} has no {FILE}"
-        way_out = f"make one with build-engine CHECKPOINT --engine-dir {engine_dir}"
-        raise Refused("not_found", "engine_dir", message=message, way_out=way_out)
+    path = find(engine_dir)
     manifest = parse(path)
-    _check_versions(path, manifest)
-    if manifest.identity != manifest.seal():
-        message = f"{path} was changed after the build (its identity does not match)"
-        raise Refused("damaged", message=message, way_out="run build-engine again")
-    _check_eos(path, manifest)
+    check_build(path, manifest, manifest.seal())
     _check_ops(path, manifest)
     check_files(engine_dir, manifest.sha256, FILE)
     return manifest
@@ -165,27 +108,20 @@ def load(engine_dir: Path) -> Manifest:
 
 def parse(path: Path) -> Manifest:
     """Read a manifest without looking at the files that it names."""
-    check_regular(path)
-    text = read_text(path, "run build-engine again", MOST_BYTES)
-    try:
-        content = parse_json(text, unique=True)
-    except ValueError as error:
-        message = f"{path} cannot be read as JSON ({one_line(error)})"
-        raise Refused("damaged", message=message, way_out="run build-engine again") from None
-    if not isinstance(content, dict):
-        raise Refused("damaged", message=f"{path} is no JSON object", way_out="run build-engine again")
-    if content.get("format") != FORMAT:
-        found = f"format {shown(content['format'])}" if "format" in content else "no format"
-        message = f"{path} has {found}, hemiola {hemiola.__version__} reads {FORMAT}"
-        raise Refused("unsupported", message=message, way_out="run build-engine again")
-    try:
-        manifest = Manifest.model_validate_json(text, strict=True)
-    except ValidationError as error:
-        wrong = refused_by(error, content, instead="run build-engine again")
-        raise Refused("damaged", wrong.field[:200], message=f"{path}: {one_line(wrong)}") from None
+    manifest = validated(Manifest, read(path))
     for wrong in _contradictions(manifest):
         raise Refused("damaged", message=f"{path}: {wrong}", way_out="run build-engine again")
     return manifest
+
+
+def lossy(kv_dtype: KvDtype) -> str:
+    """What to warn of: pages whose codes have 3 bits; "" for others."""
+    if not FORMATS[kv_dtype].loses_much:
+        return ""
+    return (
+        f"--kv-dtype {kv_dtype} keeps keys or values in 3 bits: in vLLM's study such pages cost some 20"
+        " points in tests of reasoning; measure your own task, or build with turboquant_4bit_nc or fp8"
+    )
 
 
 def _contradictions(manifest: Manifest) -> Iterator[str]:
@@ -250,23 +186,6 @@ def _files_named(manifest: Manifest) -> Iterator[str]:
         yield from segment.files
     for kernels in manifest.kernels:
         yield from (entry.file for entry in kernels.binaries)
-
-
-def _check_versions(path: Path, manifest: Manifest) -> None:
-    if manifest.builder_version != hemiola.__version__:
-        message = f"{path} was built by hemiola {manifest.builder_version}, this is {hemiola.__version__}"
-        raise Refused("unsupported", message=message, way_out="run build-engine again")
-    built, here = (v.split("+")[0].rsplit(".", 1)[0] for v in (manifest.torch_version, torch.__version__))
-    if built != here:
-        message = f"{path} was exported by torch {built}, this is torch {here}"
-        raise Refused("unsupported", message=message, way_out="run build-engine again")
-
-
-def _check_eos(path: Path, manifest: Manifest) -> None:
-    for token_id in manifest.eos_ids:
-        if not 0 <= token_id < manifest.vocab_size:
-            message = f"{path}: eos_ids holds {token_id}, the vocabulary is 0..{manifest.vocab_size - 1}"
-            raise Refused("damaged", "eos_ids", message=message, way_out="run build-engine again")
 
 
 def _check_ops(path: Path, manifest: Manifest) -> None:

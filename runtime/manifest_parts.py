@@ -1,30 +1,21 @@
-"""What a manifest lists: limits, states, segments and their calls, kernels. Read from a stranger's file."""
+"""What a manifest lists for the ops: segments and their calls, kernels, weights that are drawn."""
 
 import math
 from typing import Annotated, Literal
 
-import torch
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationInfo, field_validator
+from pydantic import AfterValidator, Field, ValidationInfo, field_validator
 
 from hemiola.plugins.gpu import lines
 from hemiola.plugins.gpu.binaries import Binary
 from hemiola.plugins.gpu.words import form_of, num_bytes, refuses_layout
 from hemiola.plugins.groups import Layout
-from hemiola.runtime.options import MOST_STEP_TOKENS
+from hemiola.runtime.outline import ITEM_BYTES, Count, Dtype, FileName, Frozen, Size, Word
 
 PARTS = "parts"  # the folder of compiled parts
 NEXT = ".next"  # behind a state's name: what it is after the step
 GROUP = "group"  # the weight that stands in no file: who the ranks are (plugins/ranks.py)
 HIDDEN = "mtp.hidden"  # the state in which an MTP head finds the trunk's hidden states
 PTX = "ptx"  # the form of an op whose kernels TensorRT has in its own engine
-
-
-def _inside(name: str) -> str:
-    """A path in an engine's directory, or ""."""
-    parts = name.split("/") if name else []
-    if any(part in ("", ".", "..") for part in parts) or "\\" in name or not name.isprintable():
-        raise ValueError("it should be the name of a file inside the engine directory")
-    return name
 
 
 def _layout(text: str) -> str:
@@ -40,48 +31,9 @@ def _printable(text: str) -> str:
 
 
 # What a stranger's manifest can say of a file, a size and a number.
-FileName = Annotated[str, AfterValidator(_inside), Field(max_length=1000)]
 Line = Annotated[str, AfterValidator(_printable)]
-Word = Annotated[str, Field(pattern=r"^[\w.,:+ -]*$", max_length=200)]
 RepoName = Annotated[str, Field(pattern=r"^([\w.-]+/[\w.-]+)?$", max_length=200)]
-Digest = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
-Size = Annotated[int, Field(ge=1, lt=2**31)]
-Count = Annotated[int, Field(ge=0, lt=2**31)]
-Dtype = Annotated[str, Field(pattern=r"^(float64|float32|bfloat16|float16|float8_e4m3fn|uint8|int32)$")]
 Shape = Annotated[tuple[Size, ...], Field(max_length=8)]
-
-
-class Frozen(BaseModel):
-    """Frozen, and unknown keys raise."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-
-class Limits(Frozen):
-    """Sizes that are compiled into an engine. Lengths are in tokens."""
-
-    max_len: int = Field(gt=0, lt=2**31, description="longest prompt + output of one request")
-    max_rows: int = Field(gt=0, le=MOST_STEP_TOKENS, description="requests in one step")
-    max_step_tokens: int = Field(gt=0, le=MOST_STEP_TOKENS, description="tokens in one step, over all rows")
-    num_drafts: int = Field(ge=0, le=MOST_STEP_TOKENS, description="most drafts of one row in one step (K)")
-    page_len: int = Field(
-        gt=0, lt=2**31, description="tokens in one page of keys and values; a multiple of chunk_len"
-    )
-    chunk_len: int = Field(gt=0, lt=2**31, description="tokens between two edges of the recurrence grid (C)")
-
-    @property
-    def num_pages(self) -> int:
-        """That all rows of a step can name."""
-        return self.max_rows * -(-self.max_len // self.page_len)
-
-
-class State(Frozen):
-    """One named tensor that the engine updates in place, per page or per slot."""
-
-    name: Word
-    kind: Literal["page", "slot"]
-    shape: tuple[Count, ...] = Field(min_length=1, max_length=8)  # of one page or one slot
-    dtype: Dtype
 
 
 class Drawn(Frozen):
@@ -108,7 +60,7 @@ class Drawn(Frozen):
     def nbytes(self) -> int:
         """Memory that it takes."""
         if not self.layout:
-            return math.prod(self.shape) * getattr(torch, self.dtype).itemsize
+            return math.prod(self.shape) * ITEM_BYTES[self.dtype]
         *outer, outputs, inputs = self.shape
         layout = Layout.parse(self.layout)
         if layout.inputs:
@@ -167,9 +119,8 @@ class Segment(Frozen):
     head: tuple[HeadCall, ...] = ()
     # Logits of any line of hidden states: a call of the program or of the head.
     scores: HeadCall | None = None
-    layouts: dict[
-        Word, Annotated[Word, AfterValidator(_layout)]
-    ] = {}  # of quantised weights, by name (plugins/groups.py)
+    # Of quantised weights, by name (plugins/groups.py).
+    layouts: dict[Word, Annotated[Word, AfterValidator(_layout)]] = Field(default_factory=dict)
     pieces: tuple[SegmentPiece, ...] = ()  # in the order in which they run
     outputs: tuple[Line, ...] = ()  # logits and hidden among the values of the pieces
     compiler: Word = ""  # of the parts: the target and its version

@@ -16,6 +16,7 @@ KvDtype = Literal[  # plugins/attention/pages.py
     "turboquant_k3v4_nc",
     "turboquant_3bit_nc",
 ]
+TP_SIZES = (1, 2, 4, 8)  # how many ranks an engine may have
 # The longest text of the models here in one piece. Twice as many would fit no launch on a GPU: of conv's
 # programs, 65,535 at most, each has 8 tokens.
 MOST_STEP_TOKENS = 2**18
@@ -60,7 +61,7 @@ class ServeConfig(Strict):
     )
     pipeline_depth: int | Auto = Field(
         "auto",
-        description="steps that run ahead of their commits, 0 to 2; auto: 1 on a GPU, else 0",
+        description="steps that start before an earlier one is committed, 0 to 2; auto: 1 on a GPU, else 0",
     )
     cuda_graphs: bool | Auto = Field(
         "auto", description="replay steps as CUDA graphs, except long prompts; auto: on a GPU"
@@ -73,14 +74,16 @@ class ServeConfig(Strict):
     host_cache_bytes: int = Field(
         default=0,
         ge=0,
-        description="bytes of the host's memory for pages and states that the cache has no more room for",
+        description="bytes of host memory for pages and states that are evicted from the cache",
     )
     disk_cache_dir: str | None = Field(
         default=None,
         min_length=1,
         description="folder for pages and states that outlive the process; needs host_cache_bytes",
     )
-    disk_cache_bytes: int = Field(default=0, ge=0, description="bytes of that folder that this engine takes")
+    disk_cache_bytes: int = Field(
+        default=0, ge=0, description="bytes that this engine may use in disk_cache_dir"
+    )
     memory_fraction: float = Field(
         default=0.5, gt=0, le=1, description="share of the free memory that auto values may use"
     )

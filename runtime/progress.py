@@ -19,11 +19,9 @@ from hemiola.runtime.errors import Refused
 Report = Callable[[str, int, int], None]
 READY = "ready"  # the stage behind the last one
 FETCHING, WRITING, HASHING = "fetching", "writing weights", "hashing"
-IN_BYTES = (
-    FETCHING,
-    WRITING,
-    HASHING,
-)  # stages that are counted in bytes; others count kernels, graphs, tensors
+HASHING_CHECKPOINT = "hashing the checkpoint"
+# Stages that are counted in bytes; others count kernels, graphs, tensors.
+IN_BYTES = (FETCHING, WRITING, HASHING, HASHING_CHECKPOINT)
 LONG_S = 5.0  # a stage that takes less gets no line in a log
 MOST_S = (
     30.0  # between lines of a stage that goes on; the first comes after LONG_S, the next after twice that

@@ -10,7 +10,7 @@ from pydantic import ValidationError
 
 from hemiola.runtime.errors import Refused
 from hemiola.runtime.json_file import read_text
-from hemiola.runtime.manifest_parts import Digest, Frozen, Size
+from hemiola.runtime.outline import Digest, Frozen, Size
 
 FILE = "same_bits.json"
 

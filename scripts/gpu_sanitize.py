@@ -38,14 +38,17 @@ TOOLS = {
 }
 # A launch takes a hundred times as long here: a storm or a product of each kind. Slow parts begin first.
 PARTS = {
-    "delta": ("delta/test_triton.py", "test_every_cut_has_the_plain_bits and (base or small)"),
+    "delta": (
+        "test_recurrences_triton.py",
+        "test_every_cut_has_the_plain_bits and delta and (base or small)",
+    ),
     "moe": ("moe/test_triton.py", "test_all_tokens_choose_the_same_expert or test_an_id_that_is_no_expert"),
     "attention": ("attention/test_triton.py", "test_every_cut_has_the_plain_bits and base"),
     "prompts": (
         "attention/test_triton.py",
         "test_few_programs_go_from_item_to_item or test_what_nobody_wrote_before",
     ),
-    "mamba2": ("mamba2/test_triton.py", "test_every_cut_has_the_plain_bits and (base or small)"),
+    "mamba2": ("test_recurrences_triton.py", "test_every_cut_has_the_plain_bits and mamba2 and base"),
     "conv": ("conv/test_triton.py", "test_every_cut_has_the_plain_bits and (base or small)"),
     "linear": (
         "linear/test_triton.py",

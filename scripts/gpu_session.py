@@ -73,7 +73,7 @@ class Stage(NamedTuple):
 STAGES = (
     Stage("look", 30, "python3 scripts/gpu_look.py", True),
     Stage("engines", 200, f"{PYTEST} tests/gpu --ignore tests/gpu/test_tensorrt.py -m 'not more'"),
-    Stage("kernels", 170, f"{PYTEST} tests/plugins/*/test_triton.py"
+    Stage("kernels", 170, f"{PYTEST} tests/plugins/*/test_triton.py tests/plugins/test_recurrences_triton.py"
           " tests/plugins/gpu/test_{clock,overlap}.py tests/plugins/step/test_forms.py"),
     Stage("codes", 150, f"{PYTEST} tests/plugins/{{linear,moe}}/test_{{coded,e4m3}}.py"),
     Stage("matrix", 260, f"TEST_DEVICE=cuda {PYTEST} tests/runtime/engine/test_matrix*.py"

@@ -16,7 +16,7 @@ from hemiola.builder import models
 from hemiola.builder.checkpoint import Checkpoint
 from hemiola.builder.models.layers import declared_states
 from hemiola.plugins import references
-from hemiola.runtime.manifest_parts import Limits
+from hemiola.runtime.outline import Limits
 
 
 class Generated(NamedTuple):

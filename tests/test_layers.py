@@ -36,8 +36,8 @@ ROOMS = {
 # folder.
 BUILDER = {
     "checkpoint": {
-        "checkpoint", "cut", "formats", "hub", "lazy", "options", "place", "random_weights", "shard",
-        "same_bits", "token_ids", "weights",
+        "checkpoint", "cut", "formats", "hashes", "hub", "lazy", "options", "place", "random_weights",
+        "same_bits", "shard", "token_ids", "weights",
     },
     "models": {"models"},
     "graph": {"graph", "onnx", "dequantise"},

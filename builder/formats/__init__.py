@@ -17,8 +17,8 @@ def _declared(file: str) -> tuple[Format, ...]:
 
 
 _FILES = sorted(path.stem for path in Path(__file__).parent.glob("*.py") if path.stem != "__init__")
-FORMATS = tuple(found for file in _FILES for found in _declared(file))
-METHODS = tuple(sorted({method for found in FORMATS for method in found.methods}))
+FORMATS = tuple(each for file in _FILES for each in _declared(file))
+METHODS = tuple(sorted({method for each in FORMATS for method in each.methods}))
 PLAIN = ("BF16", "F16", "F32", "F64")
 # Ends of names that belong to a matrix; what its format does not have, changes what it computes.
 SUFFIXES = frozenset({"pre_quant_scale"}).union(*(each.tensors for each in FORMATS))
@@ -59,11 +59,11 @@ def _confirmed(module: Module, declared: Declared, known: Format) -> LazyGroup:
             f" {known.name}"
         )
         raise Refused("conflict", "quant_method", message=message, way_out="correct one of them")
-    found = known.find(module, declared)
-    if declared.names and found.layout.kind not in declared.kinds:
+    group = known.find(module, declared)
+    if declared.names and group.layout.kind not in declared.kinds:
         message = (
             f"{declared.where}: weights are declared as {' and '.join(declared.names)}, but {module.name} is"
-            f" {found.layout.kind}"
+            f" {group.layout.kind}"
         )
         raise Refused("conflict", module.name, message=message, way_out="correct one of them")
-    return found
+    return group

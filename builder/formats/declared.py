@@ -58,19 +58,19 @@ def read_declared(
     own = own or (text.get("quantization_config") if isinstance(text, dict) else None)
     if not own and modelopt is None:
         return None
-    found = own if isinstance(own, dict) else {"quant_method": str(own)} if own else {}
+    inside = own if isinstance(own, dict) else {"quant_method": str(own)} if own else {}
     beside = (modelopt or {}).get("quantization") or {}
-    _check_kinds(where, found)
+    _check_kinds(where, inside)
     _check_kinds(MODELOPT, beside)
-    declared = [each for each in (found, beside) if each]
+    declared = [each for each in (inside, beside) if each]
     if declared and all(map(is_about_pages, declared)):
         return None
     if not declared:
         message = f"{where}: weights are quantised ({MODELOPT} does not say how)"
         raise Refused("unsupported", "quantization", message=message, way_out=WAY_OUT)
-    _refuse_disagreement(where, found, beside)
-    names = kinds_of(found) or kinds_of(beside)
-    method = str(found.get("quant_method") or ("modelopt" if beside else "")).removeprefix("intel/")
+    _refuse_disagreement(where, inside, beside)
+    names = kinds_of(inside) or kinds_of(beside)
+    method = str(inside.get("quant_method") or ("modelopt" if beside else "")).removeprefix("intel/")
     source = f"quantization_config, quant_method {method or '?'}" if own else MODELOPT
     told = f"{where}: weights are {one_line(' and '.join(names)) or 'quantised'} ({one_line(source)})"
     for each in declared:
@@ -83,10 +83,10 @@ def read_declared(
         method,
         tuple(names),
         frozenset(size for each in declared for size in _group_sizes(each)),
-        _block(found),
-        _symmetric(found),
+        _block(inside),
+        _symmetric(inside),
         frozenset(each_of for each in declared for each_of in inputs_of(each)),
-        _zero_version(method, found),
+        _zero_version(method, inside),
     )
 
 
@@ -105,9 +105,9 @@ def _check_kinds(where: str, declared: Any) -> None:
         return kind() if value is None else value
 
     def read_two(name: str, values: dict[str, Any]) -> None:
-        found = read(name, values, list, TWO)
-        is_right = all(type(number) is int and number > 0 for number in found)
-        require(name, found, is_right and len(found) in (0, 2), TWO)
+        numbers = read(name, values, list, TWO)
+        is_right = all(type(number) is int and number > 0 for number in numbers)
+        require(name, numbers, is_right and len(numbers) in (0, 2), TWO)
 
     require("quantization", declared, isinstance(declared, dict), OBJECT)
     for name in ("quant_method", "quant_algo"):
@@ -122,9 +122,9 @@ def _check_kinds(where: str, declared: Any) -> None:
         read_two("block_structure", weights)
 
 
-def _refuse_disagreement(where: str, found: dict[str, Any], beside: dict[str, Any]) -> None:
+def _refuse_disagreement(where: str, inside: dict[str, Any], beside: dict[str, Any]) -> None:
     for what, read in (("kinds", kinds_of), ("group sizes", lambda each: sorted(set(_group_sizes(each))))):
-        ours, theirs = read(found), read(beside)
+        ours, theirs = read(inside), read(beside)
         if ours and theirs and not set(ours) & set(theirs):
             ours, theirs = (one_line(", ".join(map(str, each))) for each in (ours, theirs))
             message = f"{where}: quantization_config declares the {what} {ours}, {MODELOPT} {theirs}"
@@ -248,8 +248,8 @@ def _size(value: object) -> int:
 def _block(declared: dict[str, Any]) -> tuple[int, int]:
     groups = declared.get("config_groups") or {}
     structures = [(group.get("weights") or {}).get("block_structure") for group in groups.values()]
-    found = declared.get("weight_block_size") or next((each for each in structures if each), None)
-    return (found[0], found[1]) if found else (128, 128)
+    block = declared.get("weight_block_size") or next((each for each in structures if each), None)
+    return (block[0], block[1]) if block else (128, 128)
 
 
 def _symmetric(declared: dict[str, Any]) -> bool:

@@ -20,7 +20,7 @@ from hemiola.plugins.ranks import words_of
 from hemiola.plugins.sum.reference import tree
 from hemiola.runtime.arch import name_of
 from hemiola.runtime.errors import Refused
-from hemiola.runtime.manifest_parts import Limits, State
+from hemiola.runtime.outline import Limits, State
 
 Tensors = dict[str, torch.Tensor]
 WIDE_RECORDS = ("dt", "g", "beta")

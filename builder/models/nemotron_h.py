@@ -26,7 +26,7 @@ from hemiola.builder.models.layers import (
 )
 from hemiola.builder.models.segments import Draft, Mtp, Parts, Trunk
 from hemiola.runtime.errors import shown
-from hemiola.runtime.manifest_parts import Limits, State
+from hemiola.runtime.outline import Limits, State
 
 IGNORABLE = r"$."  # nothing
 LETTERS = {

@@ -27,7 +27,8 @@ from hemiola.runtime.abi import widths
 from hemiola.runtime.arch import ARCHS
 from hemiola.runtime.errors import Refused, one_line
 from hemiola.runtime.extra import install
-from hemiola.runtime.manifest_parts import KernelFile, Kernels, Limits, Segment
+from hemiola.runtime.manifest_parts import KernelFile, Kernels, Segment
+from hemiola.runtime.outline import Limits
 
 if TYPE_CHECKING:
     from hemiola.plugins.gpu.launch import Call

@@ -18,7 +18,8 @@ from hemiola.plugins.groups import Layout, WeightGroup
 from hemiola.plugins.spec import Form, Op, Pack, Unsupported
 from hemiola.runtime.device.program import layouts_of, store
 from hemiola.runtime.errors import Name, Refused
-from hemiola.runtime.manifest_parts import HeadCall, Limits, OpNode, Profile, Segment, SegmentPiece
+from hemiola.runtime.manifest_parts import HeadCall, OpNode, Profile, Segment, SegmentPiece
+from hemiola.runtime.outline import Limits
 from hemiola.runtime.progress import Report, silent
 
 

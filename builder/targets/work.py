@@ -18,7 +18,8 @@ from hemiola.plugins.gpu.launch import launches
 from hemiola.plugins.groups import Layout
 from hemiola.runtime.abi import INPUTS, widths
 from hemiola.runtime.errors import Refused
-from hemiola.runtime.manifest_parts import Limits, OpNode, Segment
+from hemiola.runtime.manifest_parts import OpNode, Segment
+from hemiola.runtime.outline import Limits
 
 Layouts = dict[fx.Node, dict[str, Layout]]  # of quantised weights, by call and argument
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import hemiola
-from hemiola.runtime import manifest
+from hemiola.runtime import outline
 from hemiola.runtime.api import SamplingParams
 from hemiola.runtime.bench import equality, workloads
 from hemiola.runtime.bench.asked import Asked
@@ -104,7 +104,7 @@ def _variants(job: BenchJob) -> list[BenchVariant]:
 
 def _refuse_unfit(job: BenchJob, variants: Sequence[BenchVariant]) -> None:
     """What does not fit the engine, before any variant is measured. Memory is counted at its opening."""
-    found = manifest.parse(job.engine_dir / manifest.FILE)
+    found = outline.parse(job.engine_dir / outline.FILE)
     for number, variant in enumerate(variants):
         with _of_variant(variant, number):
             sizes = resolve(ServeConfig(**variant.options), found, ENDLESS)

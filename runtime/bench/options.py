@@ -23,7 +23,7 @@ class BenchOptions(Strict):
         None, ge=1, description="number of requests; default: 32, or all of a file"
     )
     input_len: int = Field(256, ge=1, description="tokens of a prompt, or of a turn's message")
-    output_len: int = Field(64, ge=1, description="tokens to generate, unless a file says")
+    output_len: int = Field(64, ge=1, description="tokens to generate, unless the file says how many")
     random_range_ratio: float = Field(
         0.0, ge=0, lt=1, description="lengths vary by up to this share, 0 to below 1"
     )

@@ -16,7 +16,8 @@ import torch
 
 from hemiola.runtime.config import state_bytes
 from hemiola.runtime.errors import Refused
-from hemiola.runtime.manifest_parts import HIDDEN, Limits, State
+from hemiola.runtime.manifest_parts import HIDDEN
+from hemiola.runtime.outline import Limits, State
 
 
 class NamedShape(NamedTuple):

@@ -355,15 +355,15 @@ class PrefixCache:
         """The last edge of a text from which requests could start, as the host has it: what the cache has
         beyond that is copied there. None: there is none. Raises Refused where the host has no room."""
         assert self.host is not None
-        found = self.host.match(chain, num_tokens + 1, 0)
+        deepest = self.host.match(chain, num_tokens + 1, 0)
         path, _ = self._tree.walk(chain, num_tokens // self.page_len, step=-1)
-        for entry in reversed(path[found.edge // self.page_len if found is not None else 0 :]):
+        for entry in reversed(path[deepest.edge // self.page_len if deepest is not None else 0 :]):
             if self._is_proven(entry):
-                found = self.host.keep(entry)
-                if found is None:
+                deepest = self.host.keep(entry)
+                if deepest is None:
                     raise no_room(entry.edge)
                 break
-        return found
+        return deepest
 
     def _forget(self, entry: Entry) -> None:
         """Give up a page with nothing behind it, and its snapshot."""
@@ -552,13 +552,10 @@ class PrefixCache:
 
     def _withdraw(self, top: Entry) -> list[int]:
         """Forget a page and all behind it; returns the slots that run from it. They publish nothing more."""
-        found = [top]
-        for entry in found:
-            found.extend(entry.children)
         affected = [slot for slot, lease in self._leases.items() if lease.path and lease.path[0] is top]
         for slot_id in affected:
             self._retire(self._leases[slot_id])
-        for entry in reversed(found):
+        for entry in reversed(top.subtree()):
             self._forget(entry)
         return affected
 

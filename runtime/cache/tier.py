@@ -259,10 +259,10 @@ class Tier:
             return None, missing[::-1]
         while missing:
             source = missing[-1]
-            found = self._tree.entries.get(source.key)
-            if found is None or found.parent is not here or found.tokens != source.tokens:
+            twin = self._tree.entries.get(source.key)
+            if twin is None or twin.parent is not here or twin.tokens != source.tokens:
                 break
-            source.twin = here = found
+            source.twin = here = twin
             missing.pop()
         return (here if here.parent is not None else None), missing[::-1]
 
@@ -383,11 +383,9 @@ class Tier:
         """Forget an entry and all behind it."""
         if self._tree.entries.get(top.key) is not top:
             return
-        found = [top]
-        for entry in found:
-            found.extend(entry.children)
-        self._held = [entry for entry in self._held if entry not in found]
-        for entry in reversed(found):
+        gone = top.subtree()
+        self._held = [entry for entry in self._held if entry not in gone]
+        for entry in reversed(gone):
             self._forget(entry)
 
     def flush(self) -> None:
@@ -415,10 +413,8 @@ class Tier:
     def units_of(self, chain: Chain) -> list[int]:
         """All that is kept of a text's first page and of what is behind it."""
         path, _ = self._tree.walk(chain, 1, step=-1)
-        found = path[:1]
-        for entry in found:
-            found.extend(entry.children)
-        return [unit for entry in found for unit in (entry.page_id, *self.state_of(entry))]
+        entries = path[0].subtree() if path else []
+        return [unit for entry in entries for unit in (entry.page_id, *self.state_of(entry))]
 
     def state_of(self, entry: Entry) -> list[int]:
         """The units of an entry's snapshot; none if it has none."""
@@ -445,9 +441,9 @@ class Tier:
 
 def path_to(entry: Entry) -> list[Entry]:
     """From the first page to this one."""
-    found = []
+    path = []
     node = entry
     while node.parent is not None:
-        found.append(node)
+        path.append(node)
         node = node.parent
-    return found[::-1]
+    return path[::-1]

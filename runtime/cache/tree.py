@@ -41,6 +41,13 @@ class Entry:
     group: ReuseGroup | None = None
     since: int = 0  # age at which it joined the group
 
+    def subtree(self) -> "list[Entry]":
+        """This page and all behind it, each behind its parent."""
+        entries: list[Entry] = [self]
+        for entry in entries:
+            entries.extend(entry.children)
+        return entries
+
 
 def digest(parent: bytes, tokens: bytes) -> bytes:
     return blake2b(parent + tokens, digest_size=16).digest()

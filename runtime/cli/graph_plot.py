@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from hemiola.runtime.config import state_bytes
 from hemiola.runtime.manifest import Manifest
-from hemiola.runtime.manifest_parts import State
+from hemiola.runtime.outline import State
 from hemiola.runtime.progress import size
 
 LONGEST = 40  # layers of a few that repeat together

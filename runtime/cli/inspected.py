@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from rich.console import Console
 from rich.table import Table
 
-from hemiola.runtime.arch import ARCHS, name_of, split
+from hemiola.runtime.arch import ARCHS, split
 from hemiola.runtime.cli.graph_plot import spans
 from hemiola.runtime.cli.stored_weights import stored_weights
 from hemiola.runtime.config import ENDLESS, Resolved, ServeConfig, resolve, state_bytes
@@ -81,7 +81,7 @@ def _has_fp8(engine: Manifest) -> bool:
 def computes_in(engine: Manifest) -> str:
     """Of engines for a GPU, which may be in either, kernels tell."""
     kinds = " ".join(kind for own in engine.kernels for one in own.binaries for kind in one.binary.call.kinds)
-    usual = name_of(ARCHS[split(engine.arch)[0]].dtype)
+    usual = ARCHS[split(engine.arch)[0]].dtype
     return "float32" if kinds and "bf16" not in kinds else usual
 
 

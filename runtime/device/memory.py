@@ -17,7 +17,7 @@ from hemiola.runtime.device.lines import StateLines
 from hemiola.runtime.device.pinned import PINNED
 from hemiola.runtime.device.transfer import upload_ints
 from hemiola.runtime.errors import Refused, any_of
-from hemiola.runtime.manifest_parts import State
+from hemiola.runtime.outline import State
 
 log = logging.getLogger("hemiola")
 CPU = torch.device("cpu")

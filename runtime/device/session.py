@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from functools import cache, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -105,6 +105,13 @@ class Drafter(Protocol):
     def draft(self, **inputs: torch.Tensor) -> Computed: ...
 
 
+class Loaded(NamedTuple):
+    """A program, and how a CPU's step records it."""
+
+    call: Callable[..., Any]
+    record: "Record | None" = None
+
+
 class LoadedSegment:
     """One segment, bound to its forms, weights and states."""
 
@@ -124,7 +131,9 @@ class LoadedSegment:
         self._head = ranks
         self._scores: Logits | None = None
         # Nothing here refers to the segment itself, so what it holds goes with it.
-        self._every_line: Callable[[], Callable[..., Any]] | None = None
+        self._every_line: Callable[[], Loaded] | None = None
+        # The program as a part of a CPU's step; None: it is none of compiled kernels.
+        self.record: Record | None = None
         bound = [weights[name] for name in segment.weights]
         bound += [storage.tensors[name] for name in segment.states]
         if segment.pieces:
@@ -132,7 +141,7 @@ class LoadedSegment:
             return
         load = partial(_loaded, engine_dir, manifest, segment, bound, storage)
         only_lines = bool(segment.lines_file) and not every_line
-        self._call = load(only_lines)
+        self._call, self.record = load(only_lines)
         # few engines are ever asked for it
         self._every_line = cache(partial(load, False)) if only_lines else None
         head, scores = bind_head(segment, weights), bind_scores(segment, weights)
@@ -141,14 +150,9 @@ class LoadedSegment:
             head = Head(_bare(head.logits), _bare(head.best))
             self._head = head if ranks is None else _of_all(head, ranks, weights[GROUP], manifest, segment)
 
-    @property
-    def record(self) -> "Record | None":
-        """The program as a part of a CPU's step; None: it is none of compiled kernels."""
-        return getattr(self._call, "record", None)
-
     def run_all(self, inputs: Iterable[torch.Tensor]) -> Computed:
         """With hidden states of all tokens, of which `logits_of` makes logits."""
-        call = self._call if self._every_line is None else self._every_line()
+        call = self._call if self._every_line is None else self._every_line().call
         lines, hidden = call(*inputs)
         return Computed(lines, hidden, self._head, self._scores)
 
@@ -182,7 +186,7 @@ def _loaded(
     bound: list[torch.Tensor],
     storage: Storage,
     only_lines: bool,
-) -> Callable[..., Any]:
+) -> Loaded:
     """A checked program: a CPU's as a compiled step, a GPU's with the forms that were chosen."""
     program = load_program(engine_dir / (segment.lines_file if only_lines else segment.file))
     hidden = "L" if only_lines or segment.name == "draft" else "T"
@@ -190,9 +194,10 @@ def _loaded(
     if storage.device.type == "cpu":
         from hemiola.runtime.device.lower import Lowered  # numba is not needed elsewhere
 
-        return Lowered(program, segment, bound, storage.poison, hidden)
+        lowered = Lowered(program, segment, bound, storage.poison, hidden)
+        return Loaded(lowered, lowered.record)
     bind_forms(program, segment)
-    return _bare(partial(program, *bound))
+    return Loaded(_bare(partial(program, *bound)))
 
 
 def _bare(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -5,11 +5,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from hemiola.runtime import manifest
 from hemiola.runtime.arch import ARCHS, split
 from hemiola.runtime.config import ENDLESS, ServeConfig, resolve
 from hemiola.runtime.errors import Refused, counted, in_python, within
 from hemiola.runtime.json_file import read_json
+from hemiola.runtime.outline import Outline
 from hemiola.runtime.serving import settings
 
 
@@ -64,7 +64,7 @@ def _read_json(file: Path) -> Any:
         raise Refused("not_found", "models", message=message, way_out="pass another file") from None
 
 
-def check_sizes(values: Mapping[str, Any], engine: manifest.Manifest) -> None:
+def check_sizes(values: Mapping[str, Any], engine: Outline) -> None:
     """What the model would refuse when it is loaded, whatever memory is free then."""
     if split(engine.arch)[0] in ARCHS:  # else it says that
         _, options = settings.split(values)

@@ -12,7 +12,7 @@ from hemiola.runtime.errors import Amount, Name, Refused
 from hemiola.runtime.json_file import Repeated, parse_json
 from hemiola.runtime.serving.ask import ALIASES, JSON, check_count
 from hemiola.runtime.serving.error_text import KINDS
-from hemiola.runtime.serving.model_folder import find_model
+from hemiola.runtime.serving.model_folder import find_model_folder
 
 GENERATE = re.compile(rb"POST /v2/models/[^/? ]+(?:/versions/[^/? ]+)?/generate(_stream)?[ ?].*")
 INPUT = re.compile(r'^ +\{ name: "(\w+)" +data_type: TYPE_(\w+) +dims: \[ (-?1) \]', re.MULTILINE)
@@ -31,7 +31,7 @@ class Input(NamedTuple):
 @cache
 def inputs() -> dict[str, Input]:
     """As config.pbtxt has them."""
-    text = (find_model() / "config.pbtxt").read_text().partition("\noutput [")[0]
+    text = (find_model_folder() / "config.pbtxt").read_text().partition("\noutput [")[0]
     return {name: Input(kind, dims == "-1") for name, kind, dims in INPUT.findall(text)}
 
 

@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
-from hemiola.runtime import manifest
+from hemiola.runtime import outline
 from hemiola.runtime.errors import Refused, counted, in_python, within
 from hemiola.runtime.progress import Display, hide, read_report, silent
 from hemiola.runtime.serving import ending, heartbeat, settings
@@ -128,14 +128,14 @@ class Server:
 
     def check(self) -> Triton:
         """Refuses what cannot start, before anything does."""
-        manifests = {name: manifest.load(engine_dir) for name, engine_dir in self.engines.items()}
+        outlines = {name: outline.load(engine_dir) for name, engine_dir in self.engines.items()}
         for name, chosen in self._settings.items():
             file = self._models_file
             with within(name) if file is None else within(f"{file}: {name}", in_python):
-                check_sizes(chosen, manifests[name])
-                own = manifests[name]
+                own = outlines[name]
+                check_sizes(chosen, own)
                 chosen["device"] = choose_gpu(self.engines[name], own.arch, chosen.get("device"), own.tp)
-        share_memory(self._settings.values(), [manifests[name].tp for name in self._settings])
+        share_memory(self._settings.values(), [outlines[name].tp for name in self._settings])
         self._triton = find_triton(self._tritonserver)
         self._environment = server_environment()
         check_python(self._triton, self._environment)

@@ -6,7 +6,7 @@ import hemiola
 from hemiola.runtime.errors import Refused
 
 
-def find_model() -> Path:
+def find_model_folder() -> Path:
     """model_repo/hemiola of the checkout or of the installed package."""
     for home in hemiola.__path__:
         if (Path(home) / "model_repo/hemiola/config.pbtxt").is_file():

@@ -13,13 +13,13 @@ class ServerOptions(Strict):
 
     host: str = Field(
         default="127.0.0.1",
-        description="IPv4 address of all ports but gRPC (--triton-host), or a name of one (no IPv6); 0.0.0.0"
-        " is every interface",
+        description="IPv4 address of all ports but gRPC (see --triton-host), or a name of one; 0.0.0.0: every"
+        " interface",
     )
     triton_host: str | None = Field(
         default=None,
-        description="address of the HTTP, gRPC and metrics ports, which ask for no key (default: of HTTP and"
-        " metrics that of --host, or 127.0.0.1 if the OpenAI API has a key; of gRPC 127.0.0.1)",
+        description="address of the HTTP, gRPC and metrics ports, which ask for no key; default: 127.0.0.1"
+        " for gRPC; --host for HTTP and metrics, or 127.0.0.1 if the OpenAI API has a key",
     )
     http_port: int = Field(
         default=8000, ge=0, le=MOST_PORT, description="port of HTTP; 0: any free port, here and below"
@@ -34,7 +34,7 @@ class ServerOptions(Strict):
         description="seconds that requests in flight have to finish after SIGTERM",
     )
     restart: int = Field(
-        5, ge=0, description="maximum of restarts in a row after a server was lost; 0: it ends"
+        5, ge=0, description="maximum of restarts in a row after the server was lost; 0: do not restart"
     )
     hang_timeout: float = Field(  # less than some heartbeats would end engines that are well
         default=30,

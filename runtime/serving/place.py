@@ -7,15 +7,12 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from hemiola.plugins.ranks import SIZES
 from hemiola.runtime.arch import ARCHS, VISIBLE, rebuilt_for, split, visible
 from hemiola.runtime.engine_files import check_regular
 from hemiola.runtime.errors import Refused
 from hemiola.runtime.json_file import parse_json, read_text
-from hemiola.runtime.manifest import FILE, MOST_BYTES
-from hemiola.runtime.options import ServeConfig
+from hemiola.runtime.options import TP_SIZES, ServeConfig
+from hemiola.runtime.outline import FILE, MOST_BYTES
 
 # Of our config.pbtxt: the engine finds its device.
 ANYWHERE = "instance_group [ { kind: KIND_MODEL count: 1 } ]"
@@ -36,6 +33,8 @@ def choose_gpu(engine_dir: Path, arch: str, device: int | None, num_ranks: int =
             limit = f"but {engine_dir} was built for {arch}"
             raise Refused("conflict", "device", device, limit, "leave it out")
         return None
+    import torch  # takes seconds; a server without GPUs does without
+
     num_gpus, number = torch.cuda.device_count(), device or 0
     if number + num_ranks <= num_gpus:
         return number
@@ -85,7 +84,7 @@ def ranks_of(engine_dir: str) -> int:
     with suppress(OSError, ValueError, AttributeError, Refused):
         check_regular(Path(engine_dir) / FILE)
         num_ranks = parse_json(read_text(Path(engine_dir) / FILE, "", MOST_BYTES)).get("tp")
-    return next((size for size in SIZES if size == num_ranks), 1)
+    return next((size for size in TP_SIZES if size == num_ranks), 1)
 
 
 def take_place(kind: str, number: int, device: int | None, num_ranks: int = 1) -> None:
@@ -107,6 +106,13 @@ def check_place(engine_dir: str, arch: str, kind: str, num_ranks: int = 1) -> No
         right = "KIND_GPU" if is_for_gpu(arch) else "KIND_MODEL"
         message = f"{engine_dir} was built for {arch}, but its instance_group is KIND_{kind}"
         raise Refused("conflict", message=message, way_out=f"write {right}")
-    if kind == "GPU" and torch._C._cuda_getDeviceCount() != num_ranks:
+    if kind == "GPU" and _num_gpus() != num_ranks:
         message = f"CUDA was called before {VISIBLE} could name the engine's GPU"
         raise Refused("failed", message=message, way_out="write KIND_MODEL")
+
+
+def _num_gpus() -> int:
+    """That CUDA shows to this process, which has called it."""
+    import torch
+
+    return torch._C._cuda_getDeviceCount()

@@ -76,7 +76,7 @@ def split(values: Mapping[str, Any], beside: Collection[str] = ()) -> tuple[Mode
     for name in values:
         if name not in KNOWN and name not in beside:
             message = f"unknown setting {name!r}"
-            raise Refused("unknown", message=message, way_out=f"the settings are {', '.join(KNOWN)}")
+            raise Refused("unknown", name, message=message, way_out=f"the settings are {', '.join(KNOWN)}")
     own = ModelSettings(**{name: value for name, value in values.items() if name in OWN})
     options = {name: value for name, value in values.items() if name not in OWN}
     ServeConfig(**options)

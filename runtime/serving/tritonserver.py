@@ -18,7 +18,7 @@ from hemiola.runtime.errors import Refused
 from hemiola.runtime.extra import install
 from hemiola.runtime.serving import arrival
 from hemiola.runtime.serving.home import Home
-from hemiola.runtime.serving.model_folder import find_model
+from hemiola.runtime.serving.model_folder import find_model_folder
 from hemiola.runtime.serving.place import ANYWHERE, group_of
 from hemiola.runtime.serving.ports import Ports
 from hemiola.runtime.serving.settings import FILE as SETTINGS_FILE
@@ -160,7 +160,7 @@ def write_repository(home: Path, triton: Triton, models: Mapping[str, Mapping[st
     # The backend's interpreter ignores PYTHONPATH, but its sys.path begins with the server's folder.
     (home / "python").mkdir()
     (home / "python/hemiola").symlink_to(Path(hemiola.__file__).resolve().parent)
-    source = find_model()
+    source = find_model_folder()
     for name, settings in models.items():
         model = home / "models" / name
         (model / "1").mkdir(parents=True)

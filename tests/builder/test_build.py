@@ -22,7 +22,7 @@ from tokenizers import Tokenizer
 from hemiola.builder import build, cli, place
 from hemiola.runtime import manifest, progress
 from hemiola.runtime.errors import Refused
-from hemiola.runtime.manifest_parts import Limits
+from hemiola.runtime.outline import Limits
 
 ROOT = Path(__file__).resolve().parents[2]
 Get = Callable[..., Path]

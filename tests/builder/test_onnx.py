@@ -18,7 +18,7 @@ from hemiola.builder.weights import write_weights
 from hemiola.plugins import OPS
 from hemiola.plugins.onnx import DOMAIN
 from hemiola.runtime.errors import Refused
-from hemiola.runtime.manifest_parts import Limits
+from hemiola.runtime.outline import Limits
 
 Get = Callable[[str], Path]
 LIMITS = Limits(max_len=96, max_rows=2, max_step_tokens=64, num_drafts=3, page_len=32, chunk_len=16)

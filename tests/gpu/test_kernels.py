@@ -61,7 +61,7 @@ def test_nothing_compiles_when_an_engine_opens_and_answers(engine: Callable, fam
 def test_bits_are_those_of_kernels_that_triton_compiles_and_launches_itself(
     engine: Callable, family: str
 ) -> None:
-    from hemiola.plugins.gpu.jit import launched_by_triton
+    from kit.triton_launcher import launched_by_triton
 
     harness = Harness(engine(family))
     vocab_size = harness.manifest.vocab_size

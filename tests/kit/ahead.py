@@ -102,7 +102,7 @@ def make(memory: Memory, sizes: dict[str, int], device: str = "cpu") -> torch.Te
 
 def interpreted(op: Op, *values: Any) -> tuple[torch.Tensor, ...]:
     """A call as its plan has it, kernel by kernel, in Triton's interpreter."""
-    from hemiola.plugins.gpu.jit import launched_by_triton
+    from kit.triton_launcher import launched_by_triton
 
     attrs, gpu = values[len(op.args) :], Gpu(90, 2)  # few programs: each costs 20 ms
     given, sizes = sized(op, values), sizes_of(op, values)

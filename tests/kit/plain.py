@@ -17,7 +17,7 @@ from hemiola.runtime import manifest
 from hemiola.runtime.choose.rule import Rule
 from hemiola.runtime.choose.sampling import choose, takes_more_than_best, widened
 from hemiola.runtime.device.transfer import upload_ints
-from hemiola.runtime.manifest_parts import State
+from hemiola.runtime.outline import State
 
 Tensors = dict[str, torch.Tensor]
 

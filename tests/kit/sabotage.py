@@ -35,7 +35,7 @@ def sabotaged(folder: Path) -> list[str]:
 from pathlib import Path
 from hemiola.runtime.cli.main import main
 from hemiola.runtime.serving import tritonserver
-tritonserver.find_model = lambda: Path({str(model)!r})
+tritonserver.find_model_folder = lambda: Path({str(model)!r})
 main()
 """
     return [sys.executable, "-c", main]

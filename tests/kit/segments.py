@@ -5,7 +5,7 @@ import torch
 from hemiola.builder.graph import Graph
 from hemiola.builder.lazy import Lazy
 from hemiola.plugins.rows import COLUMNS
-from hemiola.runtime.manifest_parts import Limits
+from hemiola.runtime.outline import Limits
 
 LIMITS = Limits(max_len=64, max_rows=2, max_step_tokens=32, num_drafts=3, page_len=16, chunk_len=16)
 NUM_TOKENS = 5

@@ -11,7 +11,7 @@ from kit.hostile import Opener
 
 from hemiola.runtime import manifest
 from hemiola.runtime.errors import Refused
-from hemiola.runtime.manifest import FILE
+from hemiola.runtime.outline import FILE
 
 MADE = "made-by-code"  # in the engine's folder's parent, if any code runs
 CODE = "__import__('pathlib').Path('{made}').touch()"

@@ -26,7 +26,7 @@ from hemiola.builder.models.layers import (
     zeros,
 )
 from hemiola.builder.models.segments import Draft, Parts, Trunk
-from hemiola.runtime.manifest_parts import Limits, State
+from hemiola.runtime.outline import Limits, State
 
 ARCHITECTURE = "ThreeConvsForCausalLM"
 HEADS, DIM = 3, 16

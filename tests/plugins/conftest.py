@@ -66,8 +66,7 @@ def kernels_without_an_engine(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]
     monkeypatch.setattr(Kernel, "compile", None)
     if INTERPRETED:
         from kit.memcheck import memory_checked
-
-        from hemiola.plugins.gpu.jit import launched_by_triton
+        from kit.triton_launcher import launched_by_triton
 
         with launched_by_triton(), memory_checked():
             yield

@@ -6,7 +6,7 @@ from kit.refused import code_and_field, refused
 from hemiola.runtime.config import ServeConfig, resolve, state_bytes
 from hemiola.runtime.errors import Refused
 from hemiola.runtime.manifest import Manifest
-from hemiola.runtime.manifest_parts import Limits, State
+from hemiola.runtime.outline import Limits, State
 
 GIB = 2**30
 

@@ -19,7 +19,7 @@ from kit.triton_calls import joined
 from tokenizers import Tokenizer
 
 import hemiola
-from hemiola.runtime import manifest
+from hemiola.runtime import manifest, outline
 from hemiola.runtime.api import Piece, SamplingParams
 from hemiola.runtime.errors import Refused
 from hemiola.runtime.llm import LLM
@@ -264,13 +264,14 @@ def copy(engine_dir: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(engine_dir, tmp_path / "engine"))
 
 
-def test_an_edited_manifest_is_refused(copy: Path) -> None:
-    path = copy / manifest.FILE
+@pytest.mark.parametrize("opened", [LLM, outline.load])
+def test_an_edited_manifest_is_refused(copy: Path, opened: Callable[[Path], object]) -> None:
+    path = copy / outline.FILE
     content = json.loads(path.read_text())
     content["limits"]["max_rows"] = 999
     path.write_text(json.dumps(content))
     with pytest.raises(Refused, match=r"manifest.json was changed after the build"):
-        LLM(copy)
+        opened(copy)
 
 
 @pytest.mark.parametrize(
@@ -284,7 +285,7 @@ def test_an_edited_manifest_is_refused(copy: Path) -> None:
 def test_a_damaged_manifest_is_refused_with_the_value_and_not_with_its_limit_alone(
     copy: Path, value: object, said: str
 ) -> None:
-    path = copy / manifest.FILE
+    path = copy / outline.FILE
     content = json.loads(path.read_text())
     content["limits"]["max_rows"] = value
     if value is None:
@@ -297,8 +298,8 @@ def test_a_damaged_manifest_is_refused_with_the_value_and_not_with_its_limit_alo
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ('{"format": "8"}', f"has format '8', hemiola 0.1.0 reads {manifest.FORMAT}"),
-        ('{"format": 7}', f"has format 7, hemiola 0.1.0 reads {manifest.FORMAT}"),
+        ('{"format": "8"}', f"has format '8', hemiola 0.1.0 reads {outline.FORMAT}"),
+        ('{"format": 7}', f"has format 7, hemiola 0.1.0 reads {outline.FORMAT}"),
         ('{"format": "' + "x" * 5000 + '"}', "has format 'xxx"),
         ("{}", "has no format"),
         ("[]", "is no JSON object"),
@@ -306,14 +307,14 @@ def test_a_damaged_manifest_is_refused_with_the_value_and_not_with_its_limit_alo
     ],
 )
 def test_a_manifest_is_not_of_a_format_that_is_the_one_that_is_read(copy: Path, text: str, said: str) -> None:
-    (copy / manifest.FILE).write_text(text)
+    (copy / outline.FILE).write_text(text)
     error = refused(lambda: LLM(copy))
-    assert str(error).startswith(f"{copy / manifest.FILE} {said}")
+    assert str(error).startswith(f"{copy / outline.FILE} {said}")
     assert str(error).endswith("; run build-engine again") and len(str(error)) < 400
 
 
 @pytest.mark.parametrize("make", [Path.mkdir, os.mkfifo])
-@pytest.mark.parametrize("name", [manifest.FILE, "trunk.jsonl"])
+@pytest.mark.parametrize("name", [outline.FILE, "trunk.jsonl"])
 def test_what_is_there_and_no_file_is_not_called_missing(
     copy: Path, name: str, make: Callable[[Path], None]
 ) -> None:
@@ -323,10 +324,13 @@ def test_what_is_there_and_no_file_is_not_called_missing(
     assert str(error) == f"{copy / name} is no regular file; run build-engine again"
 
 
-def test_another_versions_engine_is_refused(copy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("opened", [LLM, outline.load])
+def test_another_versions_engine_is_refused(
+    copy: Path, monkeypatch: pytest.MonkeyPatch, opened: Callable[[Path], object]
+) -> None:
     monkeypatch.setattr(hemiola, "__version__", "9.9")
     with pytest.raises(Refused, match=r"was built by hemiola 0.1.0, this is 9.9; run build-engine again"):
-        LLM(copy)
+        opened(copy)
 
 
 def test_an_engine_that_calls_other_ops_is_one_line_and_no_page_of_warnings(
@@ -352,7 +356,7 @@ def test_an_engine_that_calls_other_ops_is_one_line_and_no_page_of_warnings(
 
 def sealed(copy: Path) -> None:
     """Make the manifest agree with the files again: what remains wrong must be found by who reads it."""
-    found = manifest.parse(copy / manifest.FILE)
+    found = manifest.parse(copy / outline.FILE)
     hashes = {
         name: __import__("hashlib").sha256((copy / name).read_bytes()).hexdigest() for name in found.sha256
     }

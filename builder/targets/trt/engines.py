@@ -16,7 +16,8 @@ from hemiola.builder.place import says_lack_of_memory
 from hemiola.builder.targets.trt.network import NotBuilt, Shapes
 from hemiola.runtime.abi import widths
 from hemiola.runtime.errors import Refused
-from hemiola.runtime.manifest_parts import Limits, Profile
+from hemiola.runtime.manifest_parts import Profile
+from hemiola.runtime.outline import Limits
 
 MOST = 2**20  # pages or slots
 

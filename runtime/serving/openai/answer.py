@@ -111,20 +111,20 @@ class Splitter:
             self._text = self._text.lstrip("\n")
             self._trims = not self._text
         marks = self._marks[kind]
-        found = marks.pattern.search(self._text)
-        final_len = found.start() if found else len(self._text) - marks.held_back(self._text)
+        mark = marks.pattern.search(self._text)
+        final_len = mark.start() if mark else len(self._text) - marks.held_back(self._text)
         text, self._text = self._text[:final_len], self._text[final_len:]
         # What is white before a mark is no part of the text, but for the end of a thought.
-        keeps_all = not marks or (found is not None and found[0] == THINK_END)
+        keeps_all = not marks or (mark is not None and mark[0] == THINK_END)
         kept = text if keeps_all else text.rstrip()
         if kept or keeps_all:
             yield AnswerPart(kind, "".join([*self._white, kept]))
             self._white = []
         self._white.append(text[len(kept) :])
-        if found:
+        if mark:
             white, self._white = "".join(self._white), []
-            self._text = self._text[len(found[0]) :]
-            self._leave_for(found[0], white)
+            self._text = self._text[len(mark[0]) :]
+            self._leave_for(mark[0], white)
 
     def _leave_for(self, mark: str, white: str) -> None:
         if mark == THINK_END:

@@ -150,14 +150,14 @@ class XmlCall:
                 return
 
     def _read_name(self) -> Iterator[CallPart]:
-        name, found, after = self._text.partition(">")
-        if not found:
+        name, bracket, after = self._text.partition(">")
+        if not bracket:
             self._await(">")
         elif name.strip():
             self._name, self._text = name.strip(), after
             yield CallPart(self._name, "")
         else:
-            self._text, self.rest, self.ended = name + found, after, True
+            self._text, self.rest, self.ended = name + bracket, after, True
 
     def _await(self, mark: str) -> None:
         self._awaited = Awaited(mark)
@@ -168,8 +168,8 @@ class XmlCall:
         at = self._text.find("<")
         self._text = self._text[at:] if at >= 0 else ""
         if self._text.startswith("<parameter="):
-            key, found, after = self._text.removeprefix("<parameter=").partition(">")
-            if not found:
+            key, bracket, after = self._text.removeprefix("<parameter=").partition(">")
+            if not bracket:
                 self._await(">")
                 return
             self._key, self._text, self._begun = key.strip(), after, False
@@ -274,8 +274,8 @@ class JsonCall:
         """cut: in the middle; if its name is there, it is a call whose arguments are open."""
         if self._arguments is not None and not cut:
             return [CallPart("", self._arguments.close())]
-        found = NAMED.match(self.said) if cut and not self.is_call else None
-        name = found and unquoted(found[1])
+        match = NAMED.match(self.said) if cut and not self.is_call else None
+        name = match and unquoted(match[1])
         self.is_call = self.is_call or bool(name)
         return [CallPart(name, "")] if name else []
 
@@ -292,18 +292,18 @@ class JsonCall:
 
     def _begin(self, said: str) -> Iterator[CallPart]:
         self._sought = True
-        found = HEAD.fullmatch(said)
-        name = found and unquoted(found[1])
+        match = HEAD.fullmatch(said)
+        name = match and unquoted(match[1])
         if name:
             self.is_call, self._arguments = True, StrictObject()
             yield CallPart(name, "")
 
     def _whole(self) -> Iterator[CallPart]:
-        found = from_json(self.said)
-        name = found.get("name") if isinstance(found, dict) else None
-        if not isinstance(found, dict) or not isinstance(name, str) or not name:
+        call = from_json(self.said)
+        name = call.get("name") if isinstance(call, dict) else None
+        if not isinstance(call, dict) or not isinstance(name, str) or not name:
             return
-        arguments = found.get("arguments", found.get("parameters"))
+        arguments = call.get("arguments", call.get("parameters"))
         if isinstance(arguments, str):  # some models write the JSON as a string
             arguments = from_json(arguments)
         self.is_call = True
@@ -338,22 +338,22 @@ def _types(schema: Schema) -> frozenset[str]:
 def typed(value: str, types: frozenset[str]) -> str:
     """A value's JSON: as its schema says where it can be read so, else as a string."""
     for read in (from_json, from_python):
-        found = read(value.strip())
-        if found is not ... and _fits(found, types):
-            if isinstance(found, float) and "number" not in types and types:
-                found = int(found)
-            return to_json(found)
+        parsed = read(value.strip())
+        if parsed is not ... and _fits(parsed, types):
+            if isinstance(parsed, float) and "number" not in types and types:
+                parsed = int(parsed)
+            return to_json(parsed)
     return quoted(value)
 
 
-def _fits(found: object, types: frozenset[str]) -> bool:
+def _fits(value: object, types: frozenset[str]) -> bool:
     if not types:
-        return isinstance(found, (dict, list, bool, int, float)) or found is None
-    if isinstance(found, bool):
+        return isinstance(value, (dict, list, bool, int, float)) or value is None
+    if isinstance(value, bool):
         return "boolean" in types
-    if isinstance(found, float) and found.is_integer() and "integer" in types:
+    if isinstance(value, float) and value.is_integer() and "integer" in types:
         return True
-    return any(isinstance(found, JSON_TYPES.get(name, ())) for name in types - {"boolean"})
+    return any(isinstance(value, JSON_TYPES.get(name, ())) for name in types - {"boolean"})
 
 
 def may_begin(text: str, marks: Sequence[str]) -> bool:

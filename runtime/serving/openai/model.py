@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
+from hemiola.runtime import outline
 from hemiola.runtime.errors import Name, Refused, shown
 from hemiola.runtime.serving.openai.errors import ApiError
 from hemiola.runtime.text import BROKEN, Text
@@ -83,9 +84,7 @@ def byte_alphabet() -> dict[int, str]:
 
 def read_model(name: str, engine_dir: Path, max_len: int | None = None) -> ServedModel:
     """max_len: if the server was started with a smaller one than the engine's."""
-    from hemiola.runtime import manifest  # and torch, which the process that reads large bodies does without
-
-    path = engine_dir / manifest.FILE
-    found = manifest.parse(path)
+    path = engine_dir / outline.FILE
+    found = outline.parse(path)
     text = Text(engine_dir / "tokenizer") if found.has_tokenizer else None
     return ServedModel(name, max_len or found.limits.max_len, found.identity, text, int(path.stat().st_mtime))

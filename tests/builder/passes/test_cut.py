@@ -14,7 +14,7 @@ from hemiola.builder.checkpoint import Checkpoint
 from hemiola.builder.onnx import outputs, to_onnx
 from hemiola.builder.passes.cut import Partition, cut
 from hemiola.plugins.onnx import DOMAIN
-from hemiola.runtime.manifest_parts import Limits
+from hemiola.runtime.outline import Limits
 
 Get = Callable[[str], Path]
 LIMITS = Limits(max_len=96, max_rows=2, max_step_tokens=64, num_drafts=3, page_len=32, chunk_len=16)

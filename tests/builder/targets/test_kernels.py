@@ -34,7 +34,7 @@ from hemiola.plugins.sum.cuda import sum as sum_of_ranks
 from hemiola.runtime import manifest
 from hemiola.runtime.arch import ARCHS
 from hemiola.runtime.errors import Refused
-from hemiola.runtime.manifest_parts import Limits
+from hemiola.runtime.outline import Limits
 
 Get = Callable[..., Path]
 GPUS = [name for name, arch in ARCHS.items() if arch.device == "cuda"]

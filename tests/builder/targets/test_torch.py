@@ -19,7 +19,7 @@ from hemiola.plugins.spec import Call, Form, fp32_in_sixteens
 from hemiola.runtime import manifest
 from hemiola.runtime.device.program import load_program, store
 from hemiola.runtime.errors import Refused
-from hemiola.runtime.manifest_parts import Limits
+from hemiola.runtime.outline import Limits
 
 LIMITS = Limits(max_len=64, max_rows=2, max_step_tokens=64, num_drafts=0, page_len=32, chunk_len=16)
 

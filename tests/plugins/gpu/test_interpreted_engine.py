@@ -21,7 +21,7 @@ from hemiola.builder.options import Options
 from hemiola.builder.passes.fuse import fuse
 from hemiola.builder.targets.torch import choose_forms
 from hemiola.runtime.device.session import bind_forms
-from hemiola.runtime.manifest_parts import Limits
+from hemiola.runtime.outline import Limits
 from tests.runtime.engine.test_narrow_inputs import W8A8
 
 pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="needs TRITON_INTERPRET=1")

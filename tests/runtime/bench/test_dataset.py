@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import pytest
+from kit.refused import refused
 
 from hemiola.runtime.bench.dataset import read_entries, read_sessions
 from hemiola.runtime.bench.workloads import Turn
@@ -125,10 +126,8 @@ def test_line_separators_inside_a_string_do_not_end_a_line(read: Callable[..., l
 def test_a_bad_line_is_named_with_its_place_value_and_way_out(
     read: Callable[..., list[Turn]], line: object, words: list[str]
 ) -> None:
-    with pytest.raises(Refused) as refused:
-        read({"prompt": "good"}, line)
-    message = str(refused.value)
-    assert "data.jsonl:2" in message and "\n" not in message and len(message) < 400
+    message = str(refused(lambda: read({"prompt": "good"}, line)))
+    assert "data.jsonl:2" in message and len(message) < 400
     for word in words:
         assert word in message
 
@@ -139,12 +138,13 @@ def test_a_list_with_a_syntax_error_names_the_line(read: Callable[..., list[Turn
 
 
 def test_files_that_hold_too_little_are_refused(read: Callable[..., list[Turn]], tmp_path: Path) -> None:
-    with pytest.raises(Refused, match=r"holds no requests; write"):
-        read("\n\n")
-    with pytest.raises(Refused, match=r"holds 1 requests, --num-requests is 2; lower it or add lines"):
-        read({"prompt": "a"}, count=2)
-    with pytest.raises(Refused, match=r"cannot read .*absent.*No such file.*random, multi-turn or a file"):
-        read_entries(tmp_path / "absent", None)
     (tmp_path / "latin").write_bytes(b'{"prompt": "\xe9"}')
-    with pytest.raises(Refused, match=r"latin is not UTF-8 at byte 12; convert it"):
-        read_entries(tmp_path / "latin", None)
+    calls: list[tuple[Callable[[], object], str, str, str]] = [
+        (lambda: read("\n\n"), "out_of_range", "num_requests", "no requests; write"),
+        (lambda: read({"prompt": "a"}, count=2), "out_of_range", "num_requests", "holds 1 requests"),
+        (lambda: read_entries(tmp_path / "absent", None), "not_found", "workload", "absent: No such file"),
+        (lambda: read_entries(tmp_path / "latin", None), "malformed", "", "latin is not UTF-8 at byte 12"),
+    ]
+    for call, code, field, said in calls:
+        error = refused(call)
+        assert (error.code, error.field) == (code, field) and said in str(error), error

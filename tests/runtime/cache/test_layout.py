@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from hemiola.runtime.cache.layout import PrefixLayout
-from hemiola.runtime.manifest_parts import Limits, State
+from hemiola.runtime.outline import Limits, State
 
 PAGE_LEN, C, K, KEPT, NUM_PAGES = 8, 4, 1, 3, 2
 EDGE = NUM_PAGES * PAGE_LEN

@@ -87,7 +87,7 @@ def llm(monkeypatch: pytest.MonkeyPatch) -> type[FakeLLM]:
     fresh = {"opened": [], "wrong": lambda options, length: False, "before_run": lambda session: None}
     fake = type("Fresh", (FakeLLM,), fresh)
     monkeypatch.setattr(bench, "LLM", fake)
-    monkeypatch.setattr(bench, "manifest", SimpleNamespace(FILE="", parse=lambda path: None))  # there is none
+    monkeypatch.setattr(bench, "outline", SimpleNamespace(FILE="", parse=lambda path: None))  # there is none
     monkeypatch.setattr(bench, "resolve", resolved_without_manifest)
     return fake
 

@@ -40,6 +40,19 @@ from hemiola.runtime.__main__ import main
 main()
 """
 
+# What the command does in its own process, up to the start of tritonserver.
+CHECKED = """
+import sys
+from pathlib import Path
+from hemiola.runtime.cli.serve import FrontPlan
+from hemiola.runtime.serving.launcher import Server
+from hemiola.runtime.serving.options import OpenaiOptions
+server = Server({"hemiola": Path(sys.argv[1])}, options={"max_rows": 2})
+server.check()
+assert FrontPlan(OpenaiOptions(openai_port=0), {}, 1).front(server)
+print(*{"torch", "numba", "hemiola.plugins"} & {*sys.modules})
+"""
+
 
 @pytest.fixture
 def refused(
@@ -130,6 +143,15 @@ def test_a_signal_that_comes_twice_at_once_is_one_wish(monkeypatch: pytest.Monke
         except KeyboardInterrupt:
             heard.append(now[0])
     assert heard == [5.0, 6.0]
+
+
+def test_the_process_that_starts_a_server_does_without_torch(engine_dir: Path) -> None:
+    """It takes seconds and 200 MB, and the engines have processes of their own."""
+    done = subprocess.run(
+        [sys.executable, "-c", CHECKED, engine_dir], cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
+    assert (done.returncode, done.stdout) == (0, "\n"), done.stdout + done.stderr
 
 
 def without(modules: str, *arguments: object) -> subprocess.CompletedProcess[str]:

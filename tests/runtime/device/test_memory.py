@@ -10,7 +10,7 @@ from kit.refused import code_and_field
 from hemiola.runtime.device import memory
 from hemiola.runtime.device.memory import CPU, Storage, free_bytes, free_bytes_of_host
 from hemiola.runtime.errors import Refused
-from hemiola.runtime.manifest_parts import State
+from hemiola.runtime.outline import State
 
 STATES = (
     State(name="layers.0.k", kind="page", shape=(4, 2), dtype="float32"),

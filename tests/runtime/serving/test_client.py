@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from kit.fake_triton import METRICS, Triton, all_ended, final, response
+from kit.refused import code_and_field
 from kit.served import until
 from tritonclient.grpc import service_pb2 as pb2
 
@@ -304,8 +305,9 @@ def test_what_cannot_be_sent_is_a_traceback(case: str) -> None:
 
 
 def test_an_id_that_no_request_has_is_a_traceback() -> None:
-    for wrong in ("\ud800", 5):
-        with pytest.raises(Refused, match=r"^request_id is "):
-            cancellation("m", wrong)
-    with pytest.raises(Refused, match=r"^model is not valid Unicode"):
-        cancellation("\ud800", "x")
+    for asked, code, field in (
+        (("m", "\ud800"), "malformed", "request_id"),
+        (("m", 5), "wrong_type", "request_id"),
+        (("\ud800", "x"), "malformed", "model"),
+    ):
+        assert code_and_field(lambda asked=asked: cancellation(*asked)) == (code, field)

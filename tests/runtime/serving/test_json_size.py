@@ -1,6 +1,7 @@
 """What would hold everybody up is refused before it is read; what is long and simple is not."""
 
 import pytest
+from kit.refused import refused
 
 from hemiola.runtime.errors import Refused
 from hemiola.runtime.serving.ask import read_json
@@ -38,7 +39,6 @@ def test_a_text_of_many_small_things_is_read(text: str, refused: str) -> None:
 
 def test_both_doors_ask_first() -> None:
     many = "[" + "{}," * FEW + "{}]"
-    with pytest.raises(Refused, match=r"^messages holds "):
-        read_json("messages", many)
-    with pytest.raises(Refused, match=r"^the body holds "):
-        parse(ChatRequest, f'{{"model": "m", "messages": {many}}}'.encode())
+    body = f'{{"model": "m", "messages": {many}}}'.encode()
+    assert str(refused(lambda: read_json("messages", many))).startswith("messages holds ")
+    assert str(refused(lambda: parse(ChatRequest, body))).startswith("the body holds ")

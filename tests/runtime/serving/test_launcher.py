@@ -5,7 +5,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, nullcontext
 from pathlib import Path
@@ -13,6 +13,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from kit.refused import code_and_field
 from kit.served import until
 
 from hemiola.runtime.errors import Refused
@@ -35,23 +36,20 @@ def test_engines_are_named_in_order() -> None:
 
 
 @pytest.mark.parametrize(
-    ("engine_dirs", "names", "message"),
+    ("call", "code", "field"),
     [
-        ([A, B], [], "2 engines, but 0 --model-name"),
-        ([A], ["x", "y"], "1 engine, but 2 --model-name"),
-        ([A, B], ["x", "x"], "x, x are not all different"),
-        ([A], ["../x"], r"'\.\./x' cannot be a path in a URL"),
-        ([A], [""], "'' cannot be"),
+        (lambda: name_engines([A, B], []), "conflict", "model_name"),
+        (lambda: name_engines([A], ["x", "y"]), "conflict", "model_name"),
+        (lambda: name_engines([A, B], ["x", "x"]), "conflict", "model_name"),
+        (lambda: name_engines([A], ["../x"]), "malformed", "model_name"),
+        (lambda: name_engines([A], [""]), "malformed", "model_name"),
+        (lambda: Server({"hemiola": A}, options={"max_row": 4}), "unknown", "max_row"),
     ],
 )
-def test_names_that_cannot_be_are_refused(engine_dirs: list[Path], names: list[str], message: str) -> None:
-    with pytest.raises(Refused, match=message):
-        name_engines(engine_dirs, names)
-
-
-def test_an_option_that_no_engine_has_is_refused_at_once() -> None:
-    with pytest.raises(Refused, match="unknown setting 'max_row'"):
-        Server({"hemiola": A}, options={"max_row": 4})
+def test_names_and_options_that_cannot_be_are_refused_at_once(
+    call: Callable[[], object], code: str, field: str
+) -> None:
+    assert code_and_field(call) == (code, field)
 
 
 def test_every_interface_is_reached_by_loopback() -> None:

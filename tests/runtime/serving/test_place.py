@@ -12,7 +12,7 @@ from google.protobuf import text_format
 from tritonclient.grpc import model_config_pb2
 
 from hemiola.runtime.errors import Refused
-from hemiola.runtime.manifest import FILE
+from hemiola.runtime.outline import FILE
 from hemiola.runtime.serving import launcher
 from hemiola.runtime.serving.launcher import Server
 from hemiola.runtime.serving.place import (
@@ -32,7 +32,7 @@ def checked(
     monkeypatch: pytest.MonkeyPatch, archs: dict[str, str], num_gpus: int = 2, **settings_of: dict
 ) -> dict[str, dict]:
     """Settings of models with engines for these architectures, as their processes get them."""
-    monkeypatch.setattr(launcher.manifest, "load", lambda path: SimpleNamespace(arch=archs[path.name], tp=1))
+    monkeypatch.setattr(launcher.outline, "load", lambda path: SimpleNamespace(arch=archs[path.name], tp=1))
     monkeypatch.setattr(launcher, "check_sizes", lambda *_: None)  # such a manifest has none
     monkeypatch.setattr(torch.cuda, "device_count", lambda: num_gpus)
     server = Server({name: Path(name) for name in archs}, settings_of=settings_of)

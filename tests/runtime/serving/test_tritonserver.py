@@ -10,13 +10,14 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from kit.refused import code_and_field
 
 from hemiola.runtime.errors import Refused
 from hemiola.runtime.serving import tritonserver
 from hemiola.runtime.serving.ports import ANY_PORTS, Ports, address_of, choose_ports
 from hemiola.runtime.serving.tritonserver import (
     check_python,
-    find_model,
+    find_model_folder,
     find_triton,
     server_environment,
     write_repository,
@@ -99,15 +100,14 @@ def test_ports_are_free_and_different() -> None:
     ports = choose_ports(host, ANY_PORTS)
     assert len(set(ports)) == 3 and all(ports)
     assert choose_ports(host, ports) == ports
-    with (
-        socket.create_server((host, ports.metrics)),
-        pytest.raises(Refused, match=rf"metrics port {ports.metrics} .* pass --metrics-port with a free one"),
-    ):
-        choose_ports(host, ports)
-    with pytest.raises(Refused, match=rf"grpc port {ports.http} .* pass --grpc-port"):
-        choose_ports(host, Ports(ports.http, ports.http, 0))
-    with pytest.raises(Refused, match=r"http port 70000 .* pass --http-port with one of 0 to 65535"):
-        choose_ports(host, Ports(70000, 0, 0))
+    wrong = [
+        (ports, "in_use", "metrics_port"),
+        (Ports(ports.http, ports.http, 0), "in_use", "grpc_port"),
+        (Ports(70000, 0, 0), "out_of_range", "http_port"),
+    ]
+    with socket.create_server((host, ports.metrics)):
+        for asked, code, field in wrong:
+            assert code_and_field(lambda asked=asked: choose_ports(host, asked)) == (code, field)
 
 
 def test_an_address_is_itself_and_a_name_is_its_address() -> None:
@@ -126,8 +126,8 @@ def test_the_repository_holds_each_engine_under_its_name(home: Path, tmp_path: P
     for name, settings in models.items():
         folder = out / "models" / name
         assert json.loads((folder / "1/model.json").read_text()) == settings
-        assert (folder / "1/model.py").samefile(find_model() / "1/model.py")
-        assert (folder / "config.pbtxt").samefile(find_model() / "config.pbtxt")
+        assert (folder / "1/model.py").samefile(find_model_folder() / "1/model.py")
+        assert (folder / "config.pbtxt").samefile(find_model_folder() / "config.pbtxt")
     assert (out / "backends/python/libtriton_python.so").is_symlink(), "its RPATH starts from its real place"
 
 

@@ -41,7 +41,8 @@ from hemiola.plugins.spec import Op
 from hemiola.plugins.step import STEP_OPS
 from hemiola.runtime.cli.inspected import forms as inspected
 from hemiola.runtime.errors import Refused
-from hemiola.runtime.manifest_parts import PARTS, Limits
+from hemiola.runtime.manifest_parts import PARTS
+from hemiola.runtime.outline import Limits
 
 Get = Callable[..., Path]
 ROOT = Path(__file__).resolve().parents[4]

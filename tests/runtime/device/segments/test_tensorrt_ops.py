@@ -28,7 +28,7 @@ from hemiola.builder.targets.trt import registry
 from hemiola.plugins import OPS
 from hemiola.plugins.spec import Form, FormChoice, Op
 from hemiola.runtime.device.segments import tensorrt_ops as plugins
-from hemiola.runtime.manifest_parts import Limits
+from hemiola.runtime.outline import Limits
 
 NEWEST = "11.4.0.106"
 OURS = sorted(op.name for op in OPS.values() if op.runs_on("cuda") and not (op.has_onnx_body or op.exchanges))

@@ -1,21 +1,8 @@
-"""delta on CUDA: the bits of the plain run however steps are cut, and the truth in fp64."""
+"""delta's sizes on CUDA, for tests/plugins/test_recurrences_triton.py."""
 
-import pytest
 import torch
 import torch.nn.functional as F
-from kit.gpu_engines import MARKS
-from kit.gpu_steps import (
-    DEVICE,
-    Subject,
-    check_errors,
-    check_last_slot,
-    check_late_snapshot,
-    check_tiles,
-    halves,
-    storm,
-)
-
-pytestmark = MARKS
+from kit.gpu_steps import DEVICE, Subject, halves
 
 
 def subject(
@@ -67,8 +54,7 @@ FP32 = {
     "fp32, chunk 32": {"dtype": torch.float32, "chunk_len": 32, "depth": 64},
     "fp32, channel": {"dtype": torch.float32, "channel": True, "depth": 32, "width": 48},
 }
-EVERY = pytest.mark.parametrize("sizes", SHAPES.values(), ids=SHAPES)
-PLANS = [
+TILES = [
     (16, 1, 1, 1, 16, 1, 2, 3, 1, 0, 40, False),
     (32, 4, 3, 2, 64, 4, 1, 500, 2, 168, 1, True),
     (64, 2, 2, 4, 32, 2, 3, 1, 4, 0, 7, False),
@@ -77,46 +63,9 @@ PLANS = [
     (64, 2, 1, 4, 16, 1, 1, 3, 1, 0, 40, False, True),
     (16, 4, 1, 2, 16, 1, 1, 3, 1, 0, 40, False, True),
 ]
-
-
-@pytest.mark.parametrize("sizes", (SHAPES | FP32).values(), ids=SHAPES | FP32)
-def test_every_cut_has_the_plain_bits(sizes: dict, poisoned_empty: None) -> None:
-    storm(subject(**sizes))
-
-
-@EVERY
-def test_errs_no_more_than_bf16_outputs(sizes: dict) -> None:
-    check_errors(subject(**sizes), state=2e-4)
-
-
-@pytest.mark.parametrize("sizes", FP32.values(), ids=FP32)
-def test_fp32_errs_no_more_than_sums_in_another_order(sizes: dict) -> None:
-    check_errors(subject(**sizes), 3e-6, 3e-6)
-
-
-@pytest.mark.parametrize("plan", PLANS)
-def test_tiles_leave_the_bits_alone(plan: tuple[int, ...]) -> None:
-    check_tiles(subject(), plan)
-
-
-@pytest.mark.parametrize(
-    "sizes", [{"chunk_len": 32}, {"channel": True}, {"width": 80}, {"drafts": 20}], ids=str
-)
-def test_rows_that_pass_an_edge_first_leave_the_bits_alone(sizes: dict, poisoned_empty: None) -> None:
-    check_tiles(subject(**sizes), PLANS[1])
-
-
-@pytest.mark.parametrize(
-    "sizes", [{"chunk_len": 32}, {"channel": True}, {"width": 80}, {"drafts": 20}], ids=str
-)
-def test_one_launch_leaves_the_bits_alone(sizes: dict, poisoned_empty: None) -> None:
-    check_tiles(subject(**sizes), PLANS[4])
-
-
-def test_a_slot_beyond_2_to_the_31_numbers() -> None:
-    check_last_slot(subject(heads=32, groups=16), 32 * 128 * 128)
-
-
-@pytest.mark.parametrize("drafts", [20, 64])
-def test_a_late_snapshot_has_nothing_of_the_tokens_behind_it(drafts: int, poisoned_empty: None) -> None:
-    check_late_snapshot(subject(drafts=drafts))
+# A row that passes an edge first, and one launch, at further sizes.
+OTHERS = [{"chunk_len": 32}, {"channel": True}, {"width": 80}, {"drafts": 20}]
+PLANS = [*(({}, tiles) for tiles in TILES), *((sizes, TILES[n]) for sizes in OTHERS for n in (1, 4))]
+STATE_ERROR = 2e-4
+LARGE = {"heads": 32, "groups": 16}, 32 * 128 * 128  # numbers of a state
+LATE: dict[str, int] = {}
