@@ -87,8 +87,6 @@ class Loop:
         self.steps = steps
         self.outbox = outbox
         self.device = device
-        # a CPU is busy with all of a step, or with other processes; to ask costs a call of the system
-        self._times_launches = scheduler.pace.adaptive and device.type == "cpu"
         self._num_calls: Callable[[], int] = lambda: 0  # of kernels, also within a step
         if device.type == "cpu":
             from hemiola.plugins.cpu.steps import num_calls  # numba is not needed elsewhere
@@ -121,7 +119,7 @@ class Loop:
 
     def _launch(self, plan: Plan) -> _Flight:
         """What the device does, in order; nothing here waits for it."""
-        took = _Stopwatch() if self._times_launches else None
+        took = _Stopwatch() if self.scheduler.pace.adaptive else None  # it costs two calls of the system
         for opening in plan.openings:
             if opening.restore_from:
                 self.storage.copy_slot(opening.restore_from, opening.slot_id)
@@ -141,7 +139,7 @@ class Loop:
             num_drafts = sum(row.num_drafts for row in plan.rows)
             num_passes = max(row.room for row in plan.rows)
             step = running + judging
-            if self._times_launches:
+            if self.device.type == "cpu":  # which is busy with all of a step, or with other processes
                 step, drafting = (flight.launch_seconds - drafting) * flight.busy, drafting * flight.busy
             self.scheduler.pace.timed(len(plan.rows), num_drafts, num_passes, step, drafting)
 
