@@ -60,7 +60,7 @@ def pack(weight: torch.Tensor | WeightGroup) -> torch.Tensor:
 
 
 class Packed(NamedTuple):
-    """What a kernel must know of a packed weight besides its address."""
+    """A packed weight, but for its address."""
 
     kind: int  # of codes.py
     span: int  # inputs that share a scale
@@ -85,8 +85,8 @@ class Packed(NamedTuple):
         return found
 
     @property
-    def product(self) -> tuple[Kernel, tuple[int, ...]]:
-        """The kernel that multiplies by it, and what that is told of it."""
+    def kernel(self) -> tuple[Kernel, tuple[int, ...]]:
+        """What multiplies by it, and what that must know."""
         return (multiply_codes, tuple(self)) if self.kind > HALVES else (multiply, (self.kind,))
 
 
@@ -105,11 +105,11 @@ def linear(
     y, num_groups = code.empty(num_tokens, num_outputs), split(code, num_strips, num_blocks)
     residual = None if residual is None else lines(residual)
     added = (0, 0) if residual is None else (residual, residual.stride(0))
-    kernel, told = form.product
+    kernel, details = form.kernel
     code.call(
         kernel, num_blocks * num_groups, work(num_strips, num_inputs, form, num_tokens),
         num_blocks, 0, num_tokens, num_groups, x, x.stride(0), 0,
-        packed, *told, num_inputs, num_outputs,
+        packed, *details, num_inputs, num_outputs,
         bias if bias.shape[0] else 0, *added, y, scratch=SCRATCH,
     )  # fmt: skip
     return y

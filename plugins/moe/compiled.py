@@ -72,10 +72,10 @@ def moe(
         result = code.empty(num_lines, num_outputs)
         num_groups = split(code, num_strips, num_blocks)
         cost = work(num_strips, num_inputs, form, num_lines, least(num_experts, num_lines))
-        kernel, told = form.product
+        kernel, details = form.kernel
         code.call(
             kernel, num_blocks * num_groups, cost, num_blocks, blocks, num_lines, num_groups,
-            source, source.stride(0), rows, packed, *told, num_inputs, num_outputs,
+            source, source.stride(0), rows, packed, *details, num_inputs, num_outputs,
             0, 0, 0, result, scratch=SCRATCH,
         )  # fmt: skip
         return result

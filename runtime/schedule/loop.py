@@ -119,7 +119,7 @@ class Loop:
 
     def _launch(self, plan: Plan) -> _Flight:
         """What the device does, in order; nothing here waits for it."""
-        took = _Stopwatch() if self.scheduler.pace.adaptive else None  # it costs two calls of the system
+        took = _Stopwatch() if self.scheduler.pace.adaptive else None
         for opening in plan.openings:
             if opening.restore_from:
                 self.storage.copy_slot(opening.restore_from, opening.slot_id)
