@@ -250,7 +250,7 @@ def read(prefix: PrefixCache, slot_id: int, start: int, prompt_len: int, chose: 
     """Compute a prompt from `start` on. chose: its first token is no NaN, so others may run from it."""
     at = start
     while at < prompt_len:
-        edge = int(prefix.slots.edge[slot_id])
+        edge = prefix.slots.edge[slot_id]
         at = prefix.chunk_end(slot_id, edge, min(at + STEP_TOKENS, prompt_len))
         step(prefix, slot_id, at, prompt_len + 1, chose and at == prompt_len)
 
@@ -258,8 +258,8 @@ def read(prefix: PrefixCache, slot_id: int, start: int, prompt_len: int, chose: 
 def step(prefix: PrefixCache, slot_id: int, stop: int, known_len: int, chose: bool = False) -> None:
     """Compute a request's tokens up to `stop`."""
     edge = stop // CHUNK_LEN * CHUNK_LEN
-    take = prefix.take(slot_id, int(prefix.slots.edge[slot_id]), edge)
-    prefix.slots.commit([slot_id], [stop])
+    take = prefix.take(slot_id, prefix.slots.edge[slot_id], edge)
+    prefix.slots.commit(slot_id, stop)
     prefix.commit(slot_id, stop, known_len, take.edge if take else 0, chose)
     prefix.tick()
 

@@ -1,12 +1,14 @@
 """Two checkouts of Hemiola in turn, each in a process of its own with engines that it builds itself.
 
     python benchmarks/two_trees.py OLD NEW --what cpu [--seconds 300]
+    python benchmarks/two_trees.py OLD NEW --what decode [--seconds 300]        (OMP_NUM_THREADS=1)
     python benchmarks/two_trees.py OLD NEW --what scheduler
     python benchmarks/two_trees.py OLD NEW --what prompts [--models 0.8b]        (a GPU)
     python benchmarks/two_trees.py OLD NEW --what models [--models 9b,0.8b]      (a GPU)
 
-cpu: prompts of 512 tokens and decode steps of the bundled checkpoints. scheduler: `scheduler.py`. prompts:
-the first token, the host's launch and the device's time. models: decode steps behind 1,024 tokens of context.
+cpu: prompts of 512 tokens and decode steps of the bundled checkpoints. decode: their steps behind prompts of
+32 tokens, and what compiled code takes of them. scheduler: `scheduler.py`. prompts: the first token, the
+host's launch and the device's time. models: decode steps behind 1,024 tokens of context.
 A line has the medians of both, the median of the pairs' ratios, and whether all tokens are equal.
 """
 
@@ -23,7 +25,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
-PROMPT_LEN, NEW_LEN = 512, 128
+PROMPT_LEN, SHORT_LEN, NEW_LEN = 512, 32, 128
+ON_CPU = ("cpu", "decode")
 CPU_MODELS = ("qwen3.5-code", "nemotron-h-code")
 RULES = {"greedy": {"temperature": 0.0}, "sampled": {"temperature": 0.8, "top_p": 0.9, "seed": 1}}
 LENGTHS = (60, 200, 512, 1000, 2048)
@@ -46,6 +49,7 @@ class Work:
         self._tree, self._folder = tree, folder
         self._llm: Any = None
         self._hosts: list[float] = []
+        self._clock: Any = None  # of compiled code
 
     def open(self, model: str, drafts: str) -> float:
         """Build and open an engine; seconds."""
@@ -83,16 +87,39 @@ class Work:
 
     def cpu(self, count: int) -> Timed:
         """Requests at once."""
+        prompts = self._texts(count, PROMPT_LEN)
+        (first, first_cpu, _), (whole, cpu, token_ids) = (self._run(prompts, num) for num in (1, NEW_LEN))
+        rest = NEW_LEN - 1
+        decode, decode_cpu = (whole - first) / rest, (cpu - first_cpu) / rest
+        return Timed({"prompts": [first], "a token": [decode], "a token, CPU": [decode_cpu]}, token_ids)
+
+    def decode(self, count: int) -> Timed:
+        """Requests at once."""
+        from compare_llamacpp import Clock
+
+        self._clock = self._clock or Clock()
+        prompts, token_ids = self._texts(count, SHORT_LEN), []
+        runs = []
+        for num in (1, NEW_LEN):
+            before = self._spent()
+            wall, _, token_ids = self._run(prompts, num)
+            runs.append((wall, *(b - a for a, b in zip(before, self._spent(), strict=True))))
+        wall, stepping, compiled, steps = (b - a for a, b in zip(*runs, strict=True))
+        parts = {"a step": wall, "compiled code": compiled, "outside": stepping - compiled}
+        return Timed({name: [part / steps] for name, part in parts.items()}, token_ids)
+
+    def _spent(self) -> tuple[float, float, int]:
+        """Milliseconds of steps, and of compiled code; steps."""
+        counters = self._llm.counters
+        return 1e3 * counters.step_seconds, 1e3 * self._clock.seconds, counters.num_steps
+
+    def _texts(self, count: int, length: int) -> list[list[int]]:
         from tokenizers import Tokenizer
 
         tokenizer = Tokenizer.from_file(str(self._tree / "demo" / CPU_MODELS[0] / "tokenizer.json"))
         names = ("argparse", "ast", "bdb", "calendar", "cmd", "codecs", "configparser", "csv")
         texts = [(Path(argparse.__file__).parent / f"{name}.py").read_text() for name in names[:count]]
-        prompts = [tokenizer.encode(text).ids[:PROMPT_LEN] for text in texts]
-        (first, first_cpu, _), (whole, cpu, token_ids) = (self._run(prompts, num) for num in (1, NEW_LEN))
-        rest = NEW_LEN - 1
-        decode, decode_cpu = (whole - first) / rest, (cpu - first_cpu) / rest
-        return Timed({"prompts": [first], "a token": [decode], "a token, CPU": [decode_cpu]}, token_ids)
+        return [tokenizer.encode(text).ids[:length] for text in texts]
 
     def _run(self, prompts: list[list[int]], num_tokens: int, **rule: Any) -> tuple[float, float, list]:
         from hemiola.runtime.api import SamplingParams
@@ -171,9 +198,9 @@ def cases(what: str, models: list[str]) -> Iterator[tuple[tuple[str, str] | None
     """The engine and its drafts, a name, calls, and pairs of each at least."""
     if what == "scheduler":
         yield None, "", [("scheduler", rows) for rows in (1, 8, 64, 256)], 10
-    for drafts in ("none", "mtp", "ngram") if what == "cpu" else ("none", "mtp"):
+    for drafts in ("none", "mtp", "ngram") if what in ON_CPU else ("none", "mtp"):
         for model in models if what != "scheduler" else ():
-            calls: list[tuple] = [(what, num) for num in ((1, 8) if what == "cpu" else (1, GPU_ROWS))]
+            calls: list[tuple] = [(what, num) for num in ((1, 8) if what in ON_CPU else (1, GPU_ROWS))]
             if what == "prompts":
                 calls = [("prompts", rule, length) for rule in RULES for length in LENGTHS]
             if drafts != "mtp" or model not in ("nano", "nemotron-h-code"):
@@ -211,14 +238,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("old", type=Path)
     parser.add_argument("new", type=Path)
-    parser.add_argument("--what", choices=("cpu", "scheduler", "prompts", "models"), default="cpu")
+    parser.add_argument("--what", choices=(*ON_CPU, "scheduler", "prompts", "models"), default="cpu")
     parser.add_argument("--models", help="of gpu_models.py; default: 9b,0.8b, or the bundled ones on a CPU")
     parser.add_argument("--seconds", type=float, default=0.0, help="for each line, at least")
     parser.add_argument("--work", action="store_true", help=argparse.SUPPRESS)
     asked = parser.parse_args()
     if asked.work:
         work(asked.old, asked.new)
-    models: list[str] = list(CPU_MODELS) if asked.what == "cpu" else ["9b", "0.8b"]
+    models: list[str] = list(CPU_MODELS) if asked.what in ON_CPU else ["9b", "0.8b"]
     models = asked.models.split(",") if asked.models else models
     with tempfile.TemporaryDirectory() as folder:
         places = (asked.old.resolve(), Path(folder) / "old"), (asked.new.resolve(), Path(folder) / "new")

@@ -396,8 +396,7 @@ class Logprob(NamedTuple):
 PromptLogprobs = list[Logprob | None]  # None: the first token, which nothing predicts
 
 
-@dataclass(frozen=True, slots=True)
-class Piece:
+class Piece(NamedTuple):
     """What a step added to a request. The last piece has a finish_reason and metrics; the first one with
     tokens has the prompt's log-probabilities, if they were asked for."""
 

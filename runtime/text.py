@@ -54,8 +54,8 @@ class Text:
             raise Refused("damaged", message=message, way_out=AGAIN) from None
 
     def __getstate__(self) -> dict[str, object]:
-        """A process beside the server gets one; what `is_silent` keeps is a function of this process."""
-        return {name: value for name, value in self.__dict__.items() if name != "is_silent"}
+        """A process beside the server gets one; what `token_text` keeps is a function of this process."""
+        return {name: value for name, value in self.__dict__.items() if name != "token_text"}
 
     @cached_property
     def _most_characters(self) -> int | None:
@@ -109,13 +109,19 @@ class Text:
         return self.tokenizer.decode(ids, skip_special_tokens=True)
 
     @cached_property
-    def is_silent(self) -> Callable[[int], bool]:
-        """Whether `decode` leaves a token out: a special one, or none of the vocabulary."""
+    def token_text(self) -> Callable[[int], str | None]:
+        """What `decode` makes of one token. None: `decode` leaves it out, since it is special or not in the
+        vocabulary."""
         tokenizer = self.tokenizer
         added = tokenizer.get_added_tokens_decoder()
         special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
-        # asked for every token of every text
-        return cache(lambda token_id: token_id in special_ids or tokenizer.id_to_token(token_id) is None)
+
+        def decoded(token_id: int) -> str | None:
+            if token_id in special_ids or tokenizer.id_to_token(token_id) is None:
+                return None
+            return tokenizer.decode([token_id], skip_special_tokens=True)
+
+        return cache(decoded)  # asked for every token of every text
 
     def chat(self, messages: Sequence[Mapping[str, object]], **variables: object) -> str:
         """The prompt for a conversation, up to where the assistant speaks; nothing it says vanishes."""
@@ -225,7 +231,8 @@ class Growing:
 
     def push(self, token_id: int, may_stop: bool = True) -> str:
         """may_stop: a stop string that ends in what is new now ends the text."""
-        if self._text.is_silent(token_id):
+        own_text = self._text.token_text(token_id)
+        if own_text is None:
             return ""
         self._window.append(token_id)
         text = self._text.decode(self._window)
@@ -234,24 +241,27 @@ class Growing:
             self._whole, self._shown = 0, ""
             text = self._text.decode(self._window)
         settled = len(self._shown)
-        final_len = max(settled, len(text) - _num_broken(text))
+        num_broken = _num_broken(text) if text.endswith(BROKEN) else 0
+        final_len = max(settled, len(text) - num_broken)
         self._shown = text[:final_len]
         new = text[settled:final_len]
-        self._shorten(text)
+        self._shorten(text, own_text)
         return self._before_stop(new, may_stop) if self._stop is not None else new
 
     def finish(self) -> str:
         """The text that was held back; call it when no more tokens come."""
         return "" if self.stopped else self._held + self._text.decode(self._window)[len(self._shown) :]
 
-    def _shorten(self, text: str) -> None:
+    def _shorten(self, text: str, last_text: str) -> None:
         """Forget the ids up to the last whole character but one, unless the rest means less without them.
+        last_text: of the last id by itself.
 
         A longer window loses its first ids in any case: no character has so many, and in UTF-8 the text
         behind one that is cut in two stays what it was.
         """
         if len(self._shown) == len(text):
-            tail = self._text.decode(self._window[self._whole :])
+            is_last = self._whole == len(self._window) - 1
+            tail = last_text if is_last else self._text.decode(self._window[self._whole :])
             if tail and text.endswith(tail):
                 del self._window[: self._whole]
                 self._shown = tail

@@ -60,7 +60,7 @@ def pack(weight: torch.Tensor | WeightGroup) -> torch.Tensor:
 
 
 class Packed(NamedTuple):
-    """What `multiply` must know of a packed weight besides its address."""
+    """A packed weight, but for its address."""
 
     kind: int  # of codes.py
     span: int  # inputs that share a scale
@@ -84,6 +84,11 @@ class Packed(NamedTuple):
             )
         return found
 
+    @property
+    def kernel(self) -> tuple[Kernel, tuple[int, ...]]:
+        """What multiplies by it, and what that must know."""
+        return (multiply_codes, tuple(self)) if self.kind > HALVES else (multiply, (self.kind,))
+
 
 def linear(
     x: Operand,  # [T, F]
@@ -100,10 +105,11 @@ def linear(
     y, num_groups = code.empty(num_tokens, num_outputs), split(code, num_strips, num_blocks)
     residual = None if residual is None else lines(residual)
     added = (0, 0) if residual is None else (residual, residual.stride(0))
+    kernel, details = form.kernel
     code.call(
-        multiply, num_blocks * num_groups, work(num_strips, num_inputs, form, num_tokens),
+        kernel, num_blocks * num_groups, work(num_strips, num_inputs, form, num_tokens),
         num_blocks, 0, num_tokens, num_groups, x, x.stride(0), 0,
-        packed, *form, num_inputs, num_outputs,
+        packed, *details, num_inputs, num_outputs,
         bias if bias.shape[0] else 0, *added, y, scratch=SCRATCH,
     )  # fmt: skip
     return y
@@ -133,11 +139,8 @@ def multiply(
     x,
     x_len,  # from row to row
     rows,  # [R] int64: the row of x for each row of y; or 0: the same one
-    packed,  # [E, strips, F, STRIP], or [E, strips, bytes]
-    kind,  # of codes.py
-    span,
-    has_zeros,
-    strip_bytes,
+    packed,  # [E, strips, F, STRIP]
+    halves,  # whether it is bfloat16
     num_inputs,
     num_outputs,
     bias,  # or 0
@@ -145,32 +148,60 @@ def multiply(
     residual_len,  # from row to row
     y,  # [R, O]
 ):
-    """An item is a block of rows and a group of strips; those of a group follow each other."""
+    """An item is a block of rows and a group of strips."""
+    expert, first, last, begin, end = part_of(item, num_blocks, blocks, num_rows, num_groups, num_outputs)
+    if first == last:
+        return
+    size = num_inputs * STRIP * (2 if halves else 4)
+    matrix, out = packed + expert * _num_strips(num_outputs) * size, y + 4 * first * num_outputs
+    for at in range(0, num_inputs, DEPTH):
+        count = min(DEPTH, num_inputs - at)
+        _bring(x, x_len, rows, first, last, at, count, scratch)
+        _stretch(
+            scratch, last - first, matrix, halves, num_inputs, at, count, begin, end, num_outputs, out
+        )  # fmt: skip
+    added = residual + 4 * first * residual_len if residual != 0 else 0
+    finish(scratch, last - first, begin, end, num_outputs, bias, added, residual_len, out)
+
+
+@Kernel
+def multiply_codes(
+    item, scratch, num_blocks, blocks, num_rows, num_groups, x, x_len, rows,
+    packed,  # [E, strips, bytes]
+    kind,  # of codes.py
+    span,
+    has_zeros,
+    strip_bytes,
+    num_inputs, num_outputs, bias, residual, residual_len, y,
+):  # fmt: skip
+    """As multiply, of a quantised weight. They are two kernels because one that knows all kinds takes longer
+    for each."""
+    expert, first, last, begin, end = part_of(item, num_blocks, blocks, num_rows, num_groups, num_outputs)
+    if first == last:
+        return
+    matrix, out = packed + expert * _num_strips(num_outputs) * strip_bytes, y + 4 * first * num_outputs
+    for at in range(0, num_inputs, DEPTH):
+        count = min(DEPTH, num_inputs - at)
+        _bring(x, x_len, rows, first, last, at, count, scratch)
+        _coded_stretch(
+            scratch, last - first, matrix, kind, span, has_zeros, strip_bytes, num_inputs, at, count,
+            begin, end, num_outputs, out
+        )  # fmt: skip
+    added = residual + 4 * first * residual_len if residual != 0 else 0
+    finish(scratch, last - first, begin, end, num_outputs, bias, added, residual_len, out)
+
+
+@helper
+def part_of(item, num_blocks, blocks, num_rows, num_groups, num_outputs):
+    """Of an item: its expert, where its rows begin and end, and its strips, which follow each other."""
     group, block = item // num_blocks, item % num_blocks
     expert, (first, last) = 0, share(num_rows, num_blocks, block)
     if blocks != 0:
         expert, first = get_long(blocks, 3 * block), get_long(blocks, 3 * block + 1)
         last = first + get_long(blocks, 3 * block + 2)
-    if first == last:
-        return
-    num_strips = (num_outputs + STRIP - 1) // STRIP
+    num_strips = _num_strips(num_outputs)
     begin, end = share((num_strips + UNIT - 1) // UNIT, num_groups, group)
-    matrix = packed + expert * num_strips * strip_bytes
-    panel, out = scratch, y + 4 * first * num_outputs
-    for at in range(0, num_inputs, DEPTH):
-        count = min(DEPTH, num_inputs - at)
-        for n in range(first, last):
-            row = n if rows == 0 else get_long(rows, n)
-            move(x, row * x_len + at, panel, (n - first) * DEPTH, count)
-        _stretch(
-            scratch, last - first, matrix, kind, span, has_zeros, strip_bytes, num_inputs, at, count,
-            begin * UNIT, min(end * UNIT, num_strips), num_outputs, out
-        )  # fmt: skip
-    added = residual + 4 * first * residual_len if residual != 0 else 0
-    finish(
-        scratch, last - first, begin * UNIT, min(end * UNIT, num_strips), num_outputs, bias, added,
-        residual_len, out
-    )  # fmt: skip
+    return expert, first, last, begin * UNIT, min(end * UNIT, num_strips)
 
 
 @helper
@@ -180,10 +211,20 @@ def share(size, parts, part):
 
 
 @helper
-def _stretch(
-    scratch, num_rows, matrix, kind, span, has_zeros, strip_bytes, num_inputs, at, count, begin, end,
-    num_outputs, y
-):  # fmt: skip
+def _num_strips(num_outputs):
+    return (num_outputs + STRIP - 1) // STRIP
+
+
+@helper
+def _bring(x, x_len, rows, first, last, at, count, panel):
+    """Inputs at .. at + count of a block's rows."""
+    for n in range(first, last):
+        row = n if rows == 0 else get_long(rows, n)
+        move(x, row * x_len + at, panel, (n - first) * DEPTH, count)
+
+
+@helper
+def _stretch(scratch, num_rows, matrix, halves, num_inputs, at, count, begin, end, num_outputs, y):
     """Inputs at .. at + count of the rows in scratch times strips begin .. end, added to y.
 
     The sums of a last strip that goes beyond the outputs lie in scratch.
@@ -191,34 +232,49 @@ def _stretch(
     room = scratch + 4 * BLOCK * DEPTH
     beyond = room + 4 * DEPTH * STRIP
     full = min(end, num_outputs // STRIP)
-    strip_len, size = num_inputs * STRIP, 2 if kind == HALVES else 4
+    strip_len, size = num_inputs * STRIP, 2 if halves else 4
     most = ABREAST[num_rows - 1] if num_rows <= len(ABREAST) else 1
     strip = begin
     while strip < end:
         abreast = most if strip + most <= full else 1
-        out, out_len = y + 4 * strip * STRIP, num_outputs
-        if strip >= full:
-            out, out_len = beyond, STRIP
-        if kind > HALVES:
-            codes, scales, zeros = places(kind, matrix + strip * strip_bytes, num_inputs, span, has_zeros, at)
-            ahead, behind = abreast, 0  # the next strips, or the first ones' next stretch
-            if strip + abreast >= end:
-                ahead, behind = begin - strip, DEPTH
-            next_ = matrix + (strip + ahead) * strip_bytes
-            codes_soon, scales_soon, _ = places(kind, next_, num_inputs, span, has_zeros, at + behind)
-            coded_tiles(
-                scratch, num_rows, kind, codes, scales, zeros, strip_bytes, span, abreast, count, at, room,
-                out, out_len, codes_soon, scales_soon
-            )  # fmt: skip
-            strip += abreast
-            continue
         weight = matrix + size * (strip * strip_len + at * STRIP)
         if strip + abreast < end:
             soon = weight + size * abreast * strip_len
         else:
             soon = matrix + size * (begin * strip_len + (at + DEPTH) * STRIP)
-        halves = 1 if kind == HALVES else 0
+        out, out_len = y + 4 * strip * STRIP, num_outputs
+        if strip >= full:
+            out, out_len = beyond, STRIP
         _tiles(scratch, num_rows, weight, halves, strip_len, abreast, count, room, out, out_len, at, soon)
+        strip += abreast
+
+
+@helper
+def _coded_stretch(
+    scratch, num_rows, matrix, kind, span, has_zeros, strip_bytes, num_inputs, at, count, begin, end,
+    num_outputs, y
+):  # fmt: skip
+    """As _stretch, of quantised strips."""
+    room = scratch + 4 * BLOCK * DEPTH
+    beyond = room + 4 * DEPTH * STRIP
+    full = min(end, num_outputs // STRIP)
+    most = ABREAST[num_rows - 1] if num_rows <= len(ABREAST) else 1
+    strip = begin
+    while strip < end:
+        abreast = most if strip + most <= full else 1
+        codes, scales, zeros = places(kind, matrix + strip * strip_bytes, num_inputs, span, has_zeros, at)
+        ahead, behind = abreast, 0  # the next strips, or the first ones' next stretch
+        if strip + abreast >= end:
+            ahead, behind = begin - strip, DEPTH
+        next_ = matrix + (strip + ahead) * strip_bytes
+        codes_soon, scales_soon, _ = places(kind, next_, num_inputs, span, has_zeros, at + behind)
+        out, out_len = y + 4 * strip * STRIP, num_outputs
+        if strip >= full:
+            out, out_len = beyond, STRIP
+        coded_tiles(
+            scratch, num_rows, kind, codes, scales, zeros, strip_bytes, span, abreast, count, at, room,
+            out, out_len, codes_soon, scales_soon
+        )  # fmt: skip
         strip += abreast
 
 
@@ -235,7 +291,7 @@ def coded_tiles(
         )  # fmt: skip
         return
     widen_codes(kind, codes, scales, zeros, span, count, room, codes_soon, scales_soon)
-    _tiles(panel, num_rows, room, 0, DEPTH * STRIP, 1, count, room, y, y_len, going_on, room)
+    _wide_tiles(panel, num_rows, room, DEPTH * STRIP, 1, count, y, y_len, going_on, room, 4 * STRIP)
 
 
 @helper
@@ -252,6 +308,12 @@ def _tiles(panel, num_rows, weight, halves, strip_len, abreast, count, room, y, 
         for i in range(0, count * STRIP, STRIP):
             widen(weight, i, room)
         weight = room
+    _wide_tiles(panel, num_rows, weight, strip_len, abreast, count, y, y_len, going_on, soon, step)
+
+
+@helper
+def _wide_tiles(panel, num_rows, weight, strip_len, abreast, count, y, y_len, going_on, soon, step):
+    """As _tiles, of fp32 weights; `step` bytes for each input are fetched from `soon` on."""
     vectors = VECTORS if num_rows > len(ABREAST) else 2 * abreast
     num_tiles = (num_rows + HEIGHT - 1) // HEIGHT
     num_parts = 1  # of the next strip, which so many tiles bring

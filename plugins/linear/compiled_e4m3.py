@@ -32,10 +32,10 @@ from hemiola.plugins.linear.codes import IN_E4M3
 from hemiola.plugins.linear.compiled import (
     BLOCK,
     SCRATCH,
-    UNIT,
     Packed,
     coded_tiles,
     finish,
+    part_of,
     share,
     split,
     work,
@@ -155,17 +155,11 @@ def _multiply(
     residual_len,
     y,  # [R, O]
 ):
-    """An item is a block of rows and a group of strips; those of a group follow each other."""
-    group, block = item // num_blocks, item % num_blocks
-    expert, (first, last) = 0, share(num_rows, num_blocks, block)
-    if blocks != 0:
-        expert, first = get_long(blocks, 3 * block), get_long(blocks, 3 * block + 1)
-        last = first + get_long(blocks, 3 * block + 2)
+    """An item is a block of rows and a group of strips."""
+    expert, first, last, begin, end = part_of(item, num_blocks, blocks, num_rows, num_groups, num_outputs)
     if first == last:
         return
     num_strips = (num_outputs + STRIP - 1) // STRIP
-    begin, end = share((num_strips + UNIT - 1) // UNIT, num_groups, group)
-    begin, end = begin * UNIT, min(end * UNIT, num_strips)
     matrix, out = packed + expert * num_strips * strip_bytes, y + 4 * first * num_outputs
     for at in range(0, num_inputs, SPAN):
         count = min(SPAN, num_inputs - at)

@@ -24,7 +24,7 @@ from hemiola.plugins.cpu.simd import (
     store_some,
 )
 from hemiola.plugins.groups import Layout
-from hemiola.plugins.linear.compiled import BLOCK, SCRATCH, Packed, multiply, split, work
+from hemiola.plugins.linear.compiled import BLOCK, SCRATCH, Packed, split, work
 from hemiola.plugins.linear.compiled_e4m3 import product
 from hemiola.plugins.moe.spec import ACTIVATIONS
 from hemiola.plugins.sizes import ceil_div, least
@@ -72,9 +72,10 @@ def moe(
         result = code.empty(num_lines, num_outputs)
         num_groups = split(code, num_strips, num_blocks)
         cost = work(num_strips, num_inputs, form, num_lines, least(num_experts, num_lines))
+        kernel, details = form.kernel
         code.call(
-            multiply, num_blocks * num_groups, cost, num_blocks, blocks, num_lines, num_groups,
-            source, source.stride(0), rows, packed, *form, num_inputs, num_outputs,
+            kernel, num_blocks * num_groups, cost, num_blocks, blocks, num_lines, num_groups,
+            source, source.stride(0), rows, packed, *details, num_inputs, num_outputs,
             0, 0, 0, result, scratch=SCRATCH,
         )  # fmt: skip
         return result

@@ -510,7 +510,7 @@ class PrefixCache:
         lease = self._leases.pop(slot_id)
         for take in lease.taken:
             self.slots.release(take.slot_id)
-        edge = int(self.slots.edge[slot_id])
+        edge = self.slots.edge[slot_id]
         entry = self._entry_at(lease, edge) if donate and self.hybrid and edge % self.page_len == 0 else None
         if entry is not None and not entry.slot_id:
             self._drop_newest(lease)

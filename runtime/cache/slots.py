@@ -2,8 +2,6 @@
 
 from collections.abc import Callable
 
-import numpy as np
-
 
 class SlotPool:
     """Slot 0 is the dump slot: it is never given away. A slot's content is known here only by its edge."""
@@ -13,7 +11,7 @@ class SlotPool:
     ) -> None:
         self.num_slots = num_slots
         self.chunk_len = chunk_len
-        self.edge = np.zeros(num_slots, np.int32)  # tokens whose effect is in the slot's state
+        self.edge = [0] * num_slots  # tokens whose effect is in the slot's state
         self._free = list(range(num_slots - 1, 0, -1))
         self._on_free = on_free
 
@@ -27,9 +25,10 @@ class SlotPool:
         self.edge[slot_id] = 0
         return slot_id
 
-    def commit(self, slot_ids: list[int], final_len: list[int]) -> None:
-        """After a step: each state stands at the last edge that final tokens have passed."""
-        self.edge[slot_ids] = np.array(final_len, np.int32) // self.chunk_len * self.chunk_len
+    def commit(self, slot_id: int, final_len: int) -> int:
+        """After a step: the state stands at the last edge that final tokens have passed. Returns it."""
+        edge = self.edge[slot_id] = final_len // self.chunk_len * self.chunk_len
+        return edge
 
     def release(self, slot_id: int) -> None:
         self.edge[slot_id] = 0
@@ -40,5 +39,5 @@ class SlotPool:
     def audit(self, slot_ids: set[int]) -> None:
         """Every slot is free or one of the given ones; edges lie on the grid."""
         assert sorted([*slot_ids, *self._free]) == list(range(1, self.num_slots)), "slots lost or owned twice"
-        assert not (self.edge % self.chunk_len).any(), "an edge is off the grid"
-        assert not self.edge[self._free].any(), "a free slot has an edge"
+        assert not any(edge % self.chunk_len for edge in self.edge), "an edge is off the grid"
+        assert not any(self.edge[slot_id] for slot_id in self._free), "a free slot has an edge"

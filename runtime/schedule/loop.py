@@ -8,8 +8,7 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, wait
 from contextlib import ExitStack
-from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from typing import NamedTuple, Protocol, TypeVar
 
 import torch
 
@@ -49,14 +48,13 @@ class Store(Protocol):
     def copy_slot(self, source: int, target: int) -> None: ...
 
 
-@dataclass(frozen=True, slots=True)
-class _Flight:
+class _Flight(NamedTuple):
     """A step under way: what the host needs to end it."""
 
     plan: Plan
     output: Launched
     wait: Callable[[], None]  # until the rest can be read
-    launch_seconds: float  # of the host
+    launch_seconds: float  # of the host, if they are measured
     busy: float  # share of them in which it had a core
 
 
@@ -121,22 +119,23 @@ class Loop:
 
     def _launch(self, plan: Plan) -> _Flight:
         """What the device does, in order; nothing here waits for it."""
-        took = _Stopwatch()
+        took = _Stopwatch() if self.scheduler.pace.adaptive else None
         for opening in plan.openings:
             if opening.restore_from:
                 self.storage.copy_slot(opening.restore_from, opening.slot_id)
             self.steps.open(opening.slot_id, opening.ids, opening.start, opening.rule)
         output = self.steps.launch(plan)
-        return _Flight(plan, output, fence(self.device), *took.seconds())
+        seconds, busy = took.seconds() if took is not None else (0.0, 0.0)
+        return _Flight(plan, output, fence(self.device), seconds, busy)
 
-    def _clock(self, flight: _Flight) -> None:
+    def _clock(self, flight: _Flight, num_decodes: int) -> None:
         plan = flight.plan
-        running, judging, drafting = (flight.output.seconds(mark) for mark in range(3))
+        running, judging, drafting = flight.output.seconds()
         self.counters.engine_seconds += running
         self.counters.device_seconds += running + judging + drafting
-        if not any(row.num_tokens == 1 + row.num_drafts for row in plan.rows):
+        if num_decodes == 0:
             self.scheduler.prefix.computed(plan.num_tokens, running)
-        if self.scheduler.pace.adaptive and all(row.num_tokens == 1 + row.num_drafts for row in plan.rows):
+        if self.scheduler.pace.adaptive and num_decodes == len(plan.rows):
             num_drafts = sum(row.num_drafts for row in plan.rows)
             num_passes = max(row.room for row in plan.rows)
             step = running + judging
@@ -148,7 +147,8 @@ class Loop:
         """What the host learns from a step, and does about it."""
         plan = flight.plan
         flight.wait()
-        self._clock(flight)
+        num_decodes = sum(row.num_tokens == 1 + row.num_drafts for row in plan.rows)
+        self._clock(flight, num_decodes)
         outcome = flight.output.read()
         for n, fault in outcome.faults.items():
             plan.rows[n].request.fail(fault)
@@ -156,7 +156,7 @@ class Loop:
         self._follow(plan, outcome)
         events = self.outbox.drain(plan)
         self.scheduler.reap(plan)
-        self._count(plan, events)
+        self._count(plan, num_decodes, events)
         return events
 
     def _follow(self, plan: Plan, outcome: Outcome) -> None:
@@ -173,10 +173,9 @@ class Loop:
             except BaseException as error:  # the grammar library's, panics, too: it costs no other request
                 request.fail(f"structured_outputs: {type(error).__name__}: {error}")
 
-    def _count(self, plan: Plan, events: list[Event]) -> None:
+    def _count(self, plan: Plan, num_decodes: int, events: list[Event]) -> None:
         counters = self.counters
         counters.num_steps += 1
-        num_decodes = sum(row.num_tokens == 1 + row.num_drafts for row in plan.rows)
         if num_decodes < len(plan.rows):
             counters.num_mixed_steps += num_decodes > 0
             counters.num_prompt_steps += num_decodes == 0

@@ -120,7 +120,7 @@ def _new_text(letter: _Letter, token_ids: list[int]) -> str:
         if token_id in request.stop_ids:  # it ends the text and is no part of it
             break
         num_before = letter.sent_len + at - request.prompt_len
-        text += growing.push(token_id, may_stop=num_before >= request.params.min_tokens)
+        text += growing.push(token_id, num_before >= request.params.min_tokens)
         if growing.stopped:
             request.stop_at(letter.sent_len + at + 1)
             break

@@ -58,7 +58,7 @@ class Opening:
     rule: Rule
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Plan:
     """One step."""
 
@@ -70,7 +70,7 @@ class Plan:
         return sum(row.num_tokens for row in self.rows)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Outcome:
     """What the host learns of a step, by row of the plan, for the rows that chose; and of scored tokens."""
 
@@ -87,8 +87,8 @@ class Outcome:
 class Launched(Protocol):
     """A step under way; to be read behind a fence."""
 
-    def seconds(self, mark: int) -> float:
-        """Of the device: 0, its trunk; 1, choosing and accepting; 2, drafting."""
+    def seconds(self) -> tuple[float, float, float]:
+        """Of the device: its trunk; choosing and accepting; drafting."""
         ...
 
     def read(self) -> Outcome: ...

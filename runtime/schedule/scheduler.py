@@ -139,6 +139,8 @@ class Scheduler:
     def _add_prompts(self, plan: Plan, prompts: list[Request]) -> int:
         """Chunks of prompts under way and of new requests; returns how many tokens the step has left."""
         spare = left = self.config.max_step_tokens - len(plan.rows)
+        if not prompts and not self.waiting:
+            return left
         drafting = [row.request for row in plan.rows if row.request.num_drafts]
         under_way, blocked = deque(prompts), False
         coming: list[Request] = []
@@ -168,6 +170,8 @@ class Scheduler:
 
     def _add_drafts(self, plan: Plan, left: int) -> None:
         """Add the drafts that were proposed, as far as tokens and pages are left."""
+        if self.config.num_drafts == 0:
+            return
         capacity = self.prefix.pages.capacity
         for row in plan.rows:
             request = row.request
@@ -326,38 +330,34 @@ class Scheduler:
 
     def _take_snapshots(self, plan: Plan) -> None:
         """Ask for snapshots at edges that rows will pass, or may pass."""
-        for row in [row for row in plan.rows if row.edges[0] != row.edges[1]]:
-            take = self.prefix.take(row.slot_id, *row.edges)
-            if take is not None:
+        for row in plan.rows:
+            start, end = row.edges
+            if start != end and (take := self.prefix.take(row.slot_id, start, end)) is not None:
                 row.snapshot_slot, row.snapshot_edge = take
 
     # After a step.
 
     def commit(self, plan: Plan, outcome: Outcome) -> None:
         """Advance the lengths, append the new tokens, publish what is final; see which requests end."""
-        slot_ids = [row.slot_id for row in plan.rows]
-        final_len = [row.request.committed_len + row.num_tokens - row.num_drafts for row in plan.rows]
-        before = self.slots.edge[slot_ids].tolist()
-        self.slots.commit(slot_ids, final_len)
-        after = self.slots.edge[slot_ids].tolist()
-        page_len = self.config.page_len
-        for n, (row, new_len, start, edge) in enumerate(
-            zip(plan.rows, final_len, before, after, strict=True)
-        ):
-            request = row.request
+        page_len, slots, broken = self.config.page_len, self.slots, outcome.broken
+        for n, row in enumerate(plan.rows):
+            request, slot_id, num_drafts = row.request, row.slot_id, row.num_drafts
             request.in_flight -= 1
             old_len = request.committed_len
+            new_len = old_len + row.num_tokens - num_drafts
+            start, edge = slots.edge[slot_id], slots.commit(slot_id, new_len)
             if request.edge < edge:
                 request.edge = edge
             if row.chooses:
-                request.ahead -= 1 + row.num_drafts
-                new_len += _num_accepted(outcome, n)
+                request.ahead -= 1 + num_drafts
+                if num_drafts:
+                    new_len += _num_accepted(outcome, n)
             request.committed_len = new_len
-            is_broken, broken_at = n in outcome.broken, 0
+            is_broken, broken_at = n in broken, 0
             if row.scored is not None:
                 broken_at = _broken_score(row.scored, outcome.prompt_logprobs.get(n, ()))
             if is_broken or broken_at:
-                self._distrust(row.slot_id)
+                self._distrust(slot_id)
             if request.finish_reason is not None or request.starts_anew:
                 continue  # since this step was planned
             if broken_at:  # a later start might skip what is scored, and never see it again
@@ -366,13 +366,13 @@ class Scheduler:
             if row.scored is not None and n in outcome.prompt_logprobs:
                 request.add_prompt_logprobs(row.scored.position, outcome.prompt_logprobs[n])
             if row.chooses:
-                self._append(request, outcome, n, row.num_drafts)
+                self._append(request, outcome, n, num_drafts)
             if is_broken and request.finish_reason is None:
                 request.fail(f"the engine computed NaN for the token at position {request.total_len}")
                 continue
             if start != edge or old_len // page_len != new_len // page_len or old_len < request.start_len:
                 stored_edge = row.snapshot_edge if start < row.snapshot_edge <= edge else 0
-                self.prefix.commit(row.slot_id, new_len, request.total_len, stored_edge, row.chooses)
+                self.prefix.commit(slot_id, new_len, request.total_len, stored_edge, row.chooses)
 
     def _distrust(self, slot_id: int) -> None:
         """A request computed NaN: nothing of its prefix stays cached, and who shares it starts anew."""

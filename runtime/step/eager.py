@@ -75,6 +75,8 @@ class EagerSteps:
 
     def _choice(self, plan: Plan, masks_of_rows: MasksOfRows) -> Chooser:
         """By the rules of the plan's rows."""
+        if not masks_of_rows and all(row.request.rule.plain for row in plan.rows):
+            return Argmax(self._ops)
         rules: list[Rule] = []  # of each line
         asked: list[LogprobLines] = []
         for n, row in enumerate(plan.rows):

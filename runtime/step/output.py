@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import torch
 
-from hemiola.plugins.step.plan import ACCEPTED, ANSWERS, BROKEN, JUDGED, PROPOSED
+from hemiola.plugins.step.plan import ANSWERS
 from hemiola.runtime.api import Logprob
 from hemiola.runtime.choose.sampling import to_logprobs
 from hemiola.runtime.schedule.plan import Outcome, Plan
@@ -25,31 +25,34 @@ class StepOutput(NamedTuple):
     logprobs: Logprobs
     of_prompts: tuple[torch.Tensor, ...] = ()  # the same of scored tokens, row after row
 
-    def seconds(self, mark: int) -> float:
-        """From this mark to the next."""
-        start, end = self.numbers[mark : mark + 2].tolist()
-        return (end - start) / 1e9
+    def seconds(self) -> tuple[float, float, float]:
+        """From each mark to the next."""
+        begin, computed, chosen, end = self.numbers[:MARKS].tolist()
+        return (computed - begin) / 1e9, (chosen - computed) / 1e9, (end - chosen) / 1e9
 
     def read(self) -> Outcome:
         """By row of the plan, for the rows that chose."""
-        numbers, width, line = self.numbers.tolist(), self.width, self.width + ANSWERS + self.told_drafts
+        numbers, width, end = self.numbers.tolist(), self.width, MARKS
         outcome = Outcome({}, {}, {}, set(), {})
+        token_ids, num_judged, num_drafts = outcome.token_ids, outcome.num_judged, outcome.num_drafts
         for n, row in enumerate(self.plan.rows):
+            start, counts = end, end + width
+            drafts = counts + ANSWERS
+            end = drafts + self.told_drafts
             if not row.chooses:
                 continue
-            own = numbers[MARKS + n * line : MARKS + (n + 1) * line]
-            broken = own[width + BROKEN]
-            outcome.token_ids[n] = own[: own[width + ACCEPTED] + 1 - broken]
-            outcome.num_judged[n], outcome.num_drafts[n] = own[width + JUDGED], own[width + PROPOSED]
+            accepted, num_judged[n], broken, num_drafts[n] = numbers[counts:drafts]
+            token_ids[n] = numbers[start : start + accepted + 1 - broken]
             if broken:
                 outcome.broken.add(n)
             if row.request.guide is not None:
-                outcome.drafts[n] = own[width + ANSWERS :]
+                outcome.drafts[n] = numbers[drafts:end]
         for n, parts in self.logprobs.items():
             kept = outcome.token_ids[n]
             own = [part[: len(kept)] for part in parts]
             _read_logprobs(outcome, outcome.logprobs, n, kept, own)
-        self._read_prompts(outcome)
+        if self.of_prompts:
+            self._read_prompts(outcome)
         return outcome
 
     def _read_prompts(self, outcome: Outcome) -> None:

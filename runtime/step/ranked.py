@@ -54,9 +54,9 @@ class Landing(NamedTuple):
     output: Launched
     land: Callable[[], None]  # raises RankLost
 
-    def seconds(self, mark: int) -> float:
+    def seconds(self) -> tuple[float, float, float]:
         """See Launched."""
-        return self.output.seconds(mark)
+        return self.output.seconds()
 
     def read(self) -> Outcome:
         """See Launched. Raises RankLost."""

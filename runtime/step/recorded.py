@@ -86,7 +86,7 @@ class Recorded:
         """All of it is done when this returns."""
         numbers, sizes = packed
         told = array("q", bytes(8 * (MARKS + sizes.rows * (sizes.width + ANSWERS))))
-        if sizes.lines > len(self.logits):
+        if sizes.lines > self.logits.shape[0]:
             self.logits = torch.empty(sizes.lines, self._width)
         places = 0, numbers.buffer_info()[0], told.buffer_info()[0], self.logits.data_ptr()
         inputs: dict[str, int] = dict(zip(INPUTS, (*sizes[: len(SIZES)], *places), strict=True))

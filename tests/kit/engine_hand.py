@@ -439,7 +439,7 @@ class EngineHand(Hand):
         for request in scheduler.running:
             assert request.in_flight == 0
             ids = request.ids[: request.committed_len].tolist()
-            self._check_slot(request.slot_id, ids, int(scheduler.slots.edge[request.slot_id]))
+            self._check_slot(request.slot_id, ids, scheduler.slots.edge[request.slot_id])
         self.demands.settle()
 
     def _check_poison(self) -> None:

@@ -9,8 +9,8 @@ def test_slots_stand_at_the_last_edge_that_tokens_passed() -> None:
     slots = SlotPool(4, chunk_len=16)
     ids = [slots.acquire() for _ in range(3)]
     assert sorted(ids) == [1, 2, 3] and slots.num_free == 0
-    slots.commit(ids, [15, 16, 47])
-    assert slots.edge[ids].tolist() == [0, 16, 32]
+    for slot_id, final_len, edge in zip(ids, (15, 16, 47), (0, 16, 32), strict=True):
+        assert slots.commit(slot_id, final_len) == slots.edge[slot_id] == edge
     slots.audit(set(ids))
     slots.release(ids[1])
     slots.audit({ids[0], ids[2]})

@@ -145,8 +145,8 @@ class Letters:
     def decode(self, ids: list[int]) -> str:
         return "".join(chr(97 + token_id) for token_id in ids)
 
-    def is_silent(self, token_id: int) -> bool:
-        return False
+    def token_text(self, token_id: int) -> str:
+        return self.decode([token_id])
 
 
 @pytest.mark.parametrize("num", [1, 64, MAX_ENTRIES])

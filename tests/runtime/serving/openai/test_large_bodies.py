@@ -7,7 +7,6 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -252,7 +251,7 @@ def test_a_large_body_has_another_answer_than_a_small_one(
 ) -> None:
     """All that becomes of it comes from another process."""
     said = ["<tool_call>\n<function=f>\n<para", "meter=a>\n5\n</parameter>\n</function>\n</tool_call>"]
-    triton.script = [replace(piece, logprobs=[Logprob(7, -1.0, ((7, -1.0),))]) for piece in script(*said)]
+    triton.script = [piece._replace(logprobs=[Logprob(7, -1.0, ((7, -1.0),))]) for piece in script(*said)]
     front = start()
 
     def answer(route: str, given: dict) -> tuple[int, list[str], str, list[Any]]:
@@ -317,7 +316,7 @@ def test_the_scores_that_a_stream_echoes_are_written_in_the_event_loop(
     first, *others = script(*"abcd")
     score = Logprob(7, -1.0, ((7, -1.0), (8, -2.0)))
     found = [None, *[score] * 49]
-    triton.script = [replace(first, logprobs=[score], prompt_logprobs=found), *others]
+    triton.script = [first._replace(logprobs=[score], prompt_logprobs=found), *others]
     front = start()
     body = {"model": "tiny", "prompt": [5] * 50, "echo": True, "logprobs": 2, "stream": True}
     answer = post(f"{front.url}/completions", json.dumps(body).encode())
