@@ -293,14 +293,14 @@ RECIPES = {
         compressed("pack-quantized", 8, "int", "channel"), (NEVER, HEAD, (ALL, packed(8, 0)))
     ),
     "compressed_fp8": Recipe(
-        compressed("float-quantized", 8, "float", "channel"), (NEVER, HEAD, (ALL, fp8_channel))
+        compressed("float-quantized", 8, "float", "channel"), (NEVER, (ALL, fp8_channel))
     ),
     "compressed_fp8_block": Recipe(
         compressed("float-quantized", 8, "float", "block", block_structure=[48, 32]),
-        (NEVER, HEAD, (ALL, fp8_block((48, 32), torch.float32, "weight_scale"))),
+        (NEVER, (ALL, fp8_block((48, 32), torch.float32, "weight_scale"))),
     ),
     "compressed_int8": Recipe(
-        compressed("int-quantized", 8, "int", "channel"), (NEVER, HEAD, (ALL, int8_channel))
+        compressed("int-quantized", 8, "int", "channel"), (NEVER, (ALL, int8_channel))
     ),
     "gptq": Recipe(
         {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False, "sym": True},
@@ -312,7 +312,7 @@ RECIPES = {
     ),
     "auto_round": Recipe(
         AUTO_ROUND | {"sym": True, "packing_format": "auto_round:auto_gptq"},
-        (NEVER, HEAD, (ALL, gptq(4, 32, ordered=False))),
+        (NEVER, (ALL, gptq(4, 32, ordered=False))),
     ),
     "auto_round_asym": Recipe(
         AUTO_ROUND | {"sym": False, "packing_format": "auto_round"},
