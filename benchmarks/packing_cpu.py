@@ -1,9 +1,12 @@
 """Memory and time of a build: layers of a 35B-A3B with random codes, of the real shapes.
 
-PYTHONPATH=. python benchmarks/packing_cpu.py fp8|int4 [--layers 4] [--vocab 248320] [--folder build]
+PYTHONPATH=. python benchmarks/packing_cpu.py fp8|int4 [--layers 4] [--narrow 1] [--stacked] [--vocab 248320]
+    [--folder build]
 
-The checkpoint is written layer by layer; embeddings and the output head are holes, which take no disk. Each
-layer is 0.84 GB in FP8 and 0.43 GB in INT4, once in the checkpoint and once in the engine. Both are deleted.
+The checkpoint is written layer by layer; embeddings and the output head are holes, which take no disk.
+Each layer is 0.84 GB in FP8 and 0.43 GB in INT4, once in the checkpoint and once in the engine. Both are
+deleted. `--narrow N` divides widths by N, and leaves the numbers of layers, experts and tensors;
+`--stacked`: a layer's experts lie in two tensors.
 """
 
 import argparse
@@ -47,7 +50,16 @@ QUANTISED = {
         "config_groups": {"group_0": {"weights": INT4, "targets": ["Linear"]}},
     },
 }  # fmt: skip
-NAMES = {torch.bfloat16: "BF16", torch.float8_e4m3fn: "F8_E4M3", torch.int32: "I32", torch.int64: "I64"}
+# The build, which writes down its own peak: that of a child counts what its parent had before it.
+WATCHED = """
+import atexit, pathlib, runpy, sys
+lines = lambda: open("/proc/self/status").readlines()
+peak = pathlib.Path(sys.argv[1], "peak")
+atexit.register(lambda: peak.write_text(next(line for line in lines() if line.startswith("VmHWM"))))
+runpy.run_module("hemiola.builder", run_name="__main__", alter_sys=True)
+"""
+WIDTHS = ("hidden_size", "moe_intermediate_size", "shared_expert_intermediate_size")
+NAMES = {torch.bfloat16: "BF16", torch.float8_e4m3fn: "F8_E4M3", torch.int32: "I32"}
 
 
 class Entry(NamedTuple):
@@ -64,12 +76,12 @@ class Entry(NamedTuple):
 class Shapes(RandomTensors):
     """What a family asks for, written down."""
 
-    def __init__(self, checkpoint: Checkpoint) -> None:
+    def __init__(self, checkpoint: Checkpoint, is_stacked: bool) -> None:
         super().__init__(checkpoint)
-        self.plain, self.matrices = {}, {}
+        self.plain, self.matrices, self._is_stacked = {}, {}, is_stacked
 
-    def __contains__(self, name: str) -> bool:
-        return not name.endswith("experts.gate_up_proj") and super().__contains__(name)
+    def any(self, prefix: str) -> bool:
+        return super().any(prefix) and (self._is_stacked or not prefix.endswith("experts.gate_up_proj"))
 
     def tensor(self, name: str, *shape: int) -> Lazy:
         self.plain[name] = shape
@@ -80,27 +92,25 @@ class Shapes(RandomTensors):
         return super().tensor(name, *shape)
 
 
-def entries(folder: Path, kind: str) -> Iterator[Entry]:
+def entries(folder: Path, kind: str, is_stacked: bool) -> Iterator[Entry]:
     found: list[Shapes] = []
-    checkpoint = Checkpoint(folder, lambda opened: found.append(Shapes(opened)) or found[0])
+    checkpoint = Checkpoint(folder, lambda opened: found.append(Shapes(opened, is_stacked)) or found[0])
     models.load(checkpoint, references, chunk_len=16, max_len=64)
     for name, shape in found[0].plain.items():
         is_large = math.prod(shape) > 2**26
         yield Entry(name, torch.bfloat16, shape, 0 if is_large else 0.5)
-    for name, (num_outputs, num_inputs) in found[0].matrices.items():
-        stem, spans = name.removesuffix(".weight"), -(-num_inputs // 128)
+    for name, (*outer, num_outputs, num_inputs) in found[0].matrices.items():
+        spans, beside = -(-num_inputs // 128), f"{name}_"  # X.weight_scale, or X_scale of a stack
         if kind == "fp8":
-            yield Entry(name, torch.float8_e4m3fn, (num_outputs, num_inputs))
-            yield Entry(f"{stem}.weight_scale_inv", torch.bfloat16, (-(-num_outputs // 128), spans), 0.01)
+            yield Entry(name, torch.float8_e4m3fn, (*outer, num_outputs, num_inputs))
+            grid = (*outer, -(-num_outputs // 128), spans)
+            yield Entry(f"{beside}scale_inv", torch.bfloat16, grid, 0.01)
         else:
-            yield Entry(f"{stem}.weight_packed", torch.int32, (num_outputs, num_inputs // 8))
-            yield Entry(f"{stem}.weight_scale", torch.bfloat16, (num_outputs, spans), 0.01)
-            yield Entry(f"{stem}.weight_shape", torch.int64, (2,), -1)
+            yield Entry(f"{beside}packed", torch.int32, (*outer, num_outputs, num_inputs // 8))
+            yield Entry(f"{beside}scale", torch.bfloat16, (*outer, num_outputs, spans), 0.01)
 
 
 def content(entry: Entry) -> torch.Tensor:
-    if entry.dtype is torch.int64:
-        raise AssertionError("a shape is written by its owner")
     if entry.value is not None:
         return torch.full(entry.shape, entry.value, dtype=entry.dtype)
     codes = torch.randint(-(2**63), 2**63 - 1, (entry.num_bytes // 8,)).view(torch.uint8)
@@ -109,7 +119,6 @@ def content(entry: Entry) -> torch.Tensor:
 
 def write(path: Path, found: list[Entry]) -> None:
     """A safetensors file."""
-    sizes = {e.name.removesuffix("_packed"): e.shape for e in found}
     header, offset = {}, 0
     for entry in found:
         end = offset + entry.num_bytes
@@ -123,17 +132,17 @@ def write(path: Path, found: list[Entry]) -> None:
         for entry in found:
             if entry.value == 0:
                 file.seek(entry.num_bytes, 1)
-            elif entry.dtype is torch.int64:
-                num_outputs, num_words = sizes[entry.name.removesuffix("_shape")]
-                file.write(torch.tensor([num_outputs, 8 * num_words]).numpy().data)
             else:
                 file.write(content(entry).contiguous().view(-1).view(torch.uint8).numpy().data)
         file.truncate(8 + len(text) + offset)
 
 
-def make(folder: Path, kind: str, num_layers: int, vocab_size: int) -> int:
+def make(
+    folder: Path, kind: str, num_layers: int, vocab_size: int, narrow: int = 1, is_stacked: bool = False
+) -> int:
     """Bytes of the checkpoint."""
     config = CONFIG | {"num_hidden_layers": num_layers, "quantization_config": QUANTISED[kind]}
+    config |= {key: config[key] // narrow for key in WIDTHS}
     config |= {"vocab_size": vocab_size, "eos_token_id": vocab_size - 1}
     (folder / "config.json").write_text(json.dumps(config))
     places, total = {}, 0
@@ -141,7 +150,7 @@ def make(folder: Path, kind: str, num_layers: int, vocab_size: int) -> int:
     def layer_of(entry: Entry) -> str:
         return ".".join(entry.name.split(".")[:3]) if ".layers." in entry.name else "rest"
 
-    ordered = sorted(entries(folder, kind), key=layer_of)
+    ordered = sorted(entries(folder, kind, is_stacked), key=layer_of)
     for number, (_, group) in enumerate(groupby(ordered, layer_of)):
         found, file = list(group), f"model-{number:05}.safetensors"
         write(folder / file, found)
@@ -159,22 +168,25 @@ def main() -> None:
     parser.add_argument(
         "--vocab", type=int, default=248320, help="1 GB of the engine each 248,320 rows, twice"
     )
+    parser.add_argument("--narrow", type=int, default=1)
+    parser.add_argument("--stacked", action="store_true")
     parser.add_argument("--folder", type=Path, default=Path("build"))
     args = parser.parse_args()
     args.folder.mkdir(parents=True)
     try:
-        num_bytes = make(args.folder, args.kind, args.layers, args.vocab)
+        num_bytes = make(args.folder, args.kind, args.layers, args.vocab, args.narrow, args.stacked)
         engine = args.folder / "engine"
-        command = [sys.executable, "-m", "hemiola.builder", str(args.folder), "--engine-dir", str(engine)]
+        command = [sys.executable, "-c", WATCHED, str(args.folder), "--engine-dir", str(engine)]
         command += ["--max-len", "1024", "--drafts", "none"]
         begin = time.monotonic()
         subprocess.run(command, check=True)
         wall, used = time.monotonic() - begin, resource.getrusage(resource.RUSAGE_CHILDREN)
         written = sum(file.stat().st_size for file in engine.rglob("*"))
+        peak = int((args.folder / "peak").read_text().split()[1])
         print(
-            f"{args.kind}, {args.layers} of {NUM_LAYERS} layers, {args.vocab} tokens:"
-            f" {num_bytes / 1e9:.2f} GB in, {written / 1e9:.2f} GB out, {wall:.0f} s"
-            f" ({used.ru_utime + used.ru_stime:.0f} s of CPU), {used.ru_maxrss / 1024:.0f} MiB at most"
+            f"{args.kind}, {args.layers} of {NUM_LAYERS} layers, 1/{args.narrow} of the widths,"
+            f" {args.vocab} tokens: {num_bytes / 1e9:.2f} GB in, {written / 1e9:.2f} GB out, {wall:.0f} s"
+            f" ({used.ru_utime + used.ru_stime:.0f} s of CPU), {peak / 1024:.0f} MiB at most"
         )
     finally:
         shutil.rmtree(args.folder)

@@ -13,8 +13,8 @@ from pydantic import TypeAdapter, ValidationError
 from hemiola.builder import formats
 from hemiola.builder.formats.declared import MODELOPT, Declared, read_declared
 from hemiola.builder.formats.inputs import in_e4m3
-from hemiola.builder.formats.module import Module
-from hemiola.builder.lazy import Lazy
+from hemiola.builder.formats.module import Module, Stored
+from hemiola.builder.lazy import Lazy, stacked
 from hemiola.builder.shard import DTYPES as STORED
 from hemiola.builder.shard import Shard
 from hemiola.runtime import json_file
@@ -237,22 +237,29 @@ class Files:
 
     def matrix(self, name: str, *shape: int) -> Lazy:
         module = self._module(name, shape)
-        group = formats.find(module, self._declared) if module.tensors else None
-        if group is None:
-            return self.tensor(name, *shape)
+        if formats.is_plain(module):
+            own = module.tensors.get("weight")
+            return self.tensor(own.name if own else name, *shape)
         self._used.update(stored.name for stored in module.tensors.values())
+        return stacked(map(self._matrix, module.matrices())) if len(shape) == 3 else self._matrix(module)
+
+    def _matrix(self, module: Module) -> Lazy:
+        """One that is quantised."""
+        group = formats.find(module, self._declared)
         if self._narrow_inputs:
             group = in_e4m3(module, self._declared, group)
-        return Lazy.quantised(shape, group)
+        return Lazy.quantised(module.shape, group)
 
     def _module(self, name: str, shape: tuple[int, ...]) -> Module:
-        """What there is of a weight: X.weight and what stands beside it. Stacked experts have no such end."""
-        stem = name.removesuffix(".weight")
-        names = {suffix: f"{stem}.{suffix}" for suffix in formats.SUFFIXES}
-        if stem == name:
-            names = {"weight": name, "weight_scale_inv": f"{name}_scale_inv"}
-        files = {key: n for key, n in names.items() if n in self._files}
-        return Module(stem, shape, {key: self._shards[self._files[n]].stored(n) for key, n in files.items()})
+        """What there is of a weight: X.weight and what stands beside it."""
+        stem, is_stack = name.removesuffix(".weight"), len(shape) == 3
+        tensors: dict[str, Stored] = {}
+        for end in formats.SUFFIXES:
+            spellings = _stack_spellings(stem, end) if is_stack else (f"{stem}.{end}",)
+            known = [spelling for spelling in spellings if spelling in self._files]
+            if known:
+                tensors[end] = self._shards[self._files[known[0]]].stored(known[0])
+        return Module(stem, shape, tensors, joined=2 if is_stack and stem.endswith("gate_up_proj") else 1)
 
     def leftovers(self) -> Iterable[str]:
         return self._files.keys() - self._used
@@ -272,6 +279,15 @@ class Files:
                 message = f"{self.path / INDEX} says that {name} is in {file}, but it is not"
                 raise Refused("damaged", name, message=message, way_out="download the checkpoint again")
         return stored
+
+
+def _stack_spellings(stem: str, end: str) -> tuple[str, ...]:
+    """Of a tensor of stacked experts X: X and X_scale_inv (transformers), X_weight_scale (ModelOpt), X_packed
+    and X.weight_packed (compressed-tensors)."""
+    if end == "weight":
+        return stem, f"{stem}.weight"
+    short = end.removeprefix("weight_")
+    return f"{stem}.{end}", f"{stem}_{end if short in formats.SUFFIXES else short}", f"{stem}_{end}"
 
 
 def _read_index(folder: Path) -> dict[str, str]:

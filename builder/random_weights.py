@@ -31,6 +31,8 @@ class RandomTensors:
         return not name.endswith("_scale")
 
     def any(self, prefix: str) -> bool:
+        if prefix.endswith("experts.gate_up_proj"):
+            return True
         heads = ("mtp_num_hidden_layers", "num_nextn_predict_layers")
         return prefix == "mtp." and any(self.text.read(key, int, 0) for key in heads)
 

@@ -24,11 +24,13 @@ PLAIN = ("BF16", "F16", "F32", "F64")
 SUFFIXES = frozenset({"pre_quant_scale"}).union(*(each.tensors for each in FORMATS))
 
 
-def find(module: Module, declared: Declared) -> LazyGroup | None:
-    """What a matrix is, or None: it is not quantised."""
-    weight = module.tensors.get("weight")
-    if set(module.tensors) == {"weight"} and weight is not None and weight.dtype in PLAIN:
-        return None
+def is_plain(module: Module) -> bool:
+    """It is not quantised, or not there."""
+    return all(end == "weight" and stored.dtype in PLAIN for end, stored in module.tensors.items())
+
+
+def find(module: Module, declared: Declared) -> LazyGroup:
+    """What a matrix is that is not plain."""
     if known := [each for each in FORMATS if each.is_it(module)]:
         # several know weight_scale: a matrix is of the format that knows the most of its tensors
         best = max(known, key=lambda each: len(each.tensors & module.tensors.keys()))

@@ -42,12 +42,16 @@ def in_e4m3(module: Module, declared: Declared, weight: LazyGroup) -> LazyGroup:
 
 def _static(module: Module, stored: Stored, said: frozenset[str], weight: LazyGroup) -> LazyGroup:
     stored.require("F32", "BF16", "F16")
-    if stored.shape not in ((), (1,)):
+    if stored.shape not in module.of_all:
         stored.require_shape()
     if said and "static" not in said:
         reason = f"is a static scale, but configs say that inputs are rounded by {' and '.join(sorted(said))}"
         raise stored.refused(reason, "correct one of them", "conflict")
-    scale = stored.scales().view(1, 1)
+    scale = stored.scales().unique()
+    if scale.numel() > 1:
+        raise stored.refused(
+            "has unlike scales for gate and up, which have inputs in common", WAY_OUT, "unsupported"
+        )
 
     def read(begin: int = 0, end: int | None = None) -> WeightGroup:
         group = weight.read(begin, end)

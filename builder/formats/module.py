@@ -1,7 +1,8 @@
 """The tensors that a checkpoint has of one matrix, and what is checked of them whatever their format."""
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
+from math import prod
 from typing import NamedTuple, Protocol
 
 import torch
@@ -45,6 +46,19 @@ class Stored(NamedTuple):
         if self.shape != shape:
             raise self.refused(f"has shape {list(self.shape)}, its format asks for {list(shape)}")
 
+    def of_matrix(self, index: int, num: int) -> "Stored":
+        """What one of `num` stacked matrices has of it; a single number is that of all."""
+        if self.shape in ((), (1,)):
+            return self
+        if self.shape[0] != num:
+            raise self.refused(f"has shape {list(self.shape)}, which is no stack of {num}")
+
+        def read(begin: int = 0, end: int | None = None, dim: int = 0) -> torch.Tensor:
+            own = self.read(index, index + 1)[0]
+            return own[(slice(None),) * dim + (slice(begin, end),)] if own.dim() else own
+
+        return Stored(f"{self.name}[{index}]", self.where, self.dtype, self.shape[1:], read)
+
     def scales(self, begin: int = 0, end: int | None = None, dim: int = 0) -> torch.Tensor:
         """Its content as fp32, all of which must be positive numbers, and none too large for any weight."""
         scales = self.read(begin, end, dim).float()
@@ -83,11 +97,21 @@ class Stored(NamedTuple):
 
 @dataclass(frozen=True)
 class Module:
-    """One matrix X of a checkpoint: the tensors whose names begin with "X.", by the rest of their names."""
+    """One matrix X of a checkpoint, or a stack: the tensors whose names begin with X, by the ends that they
+    have in "X.weight_scale"."""
 
     name: str
-    shape: tuple[int, ...]  # [..., O, F] that config.json asks for
+    shape: tuple[int, ...]  # [O, F] or [E, O, F] that config.json asks for
     tensors: dict[str, Stored]
+    joined: int = 1  # matrices of O / joined outputs that lie behind each other in it
+
+    def matrices(self) -> Iterator["Module"]:
+        """Those of a stack."""
+        self.refuse_other_shape("weight_shape")
+        own, num = self.tensors.keys() - {"weight_shape"}, self.shape[0]
+        for index in range(num):
+            tensors = {end: self.tensors[end].of_matrix(index, num) for end in own}
+            yield Module(f"{self.name}[{index}]", self.shape[1:], tensors, self.joined)
 
     @property
     def num_outputs(self) -> int:
@@ -97,10 +121,15 @@ class Module:
     def num_inputs(self) -> int:
         return self.shape[-1]
 
+    @property
+    def of_all(self) -> tuple[tuple[int, ...], ...]:
+        """Shapes of a tensor with one number for the matrix, or one for each of those joined in it."""
+        return (), (1,), (1, 1), (self.joined,)
+
     def of(self, suffix: str) -> Stored:
         """The tensor of this name, which the format cannot do without."""
         if suffix not in self.tensors:
-            beside = " and ".join(f"{self.name}.{other}" for other in sorted(self.tensors))
+            beside = " and ".join(sorted(stored.name for stored in self.tensors.values()))
             raise next(iter(self.tensors.values())).refused(
                 f"needs {self.name}.{suffix} beside it, and there is only {beside}",
                 "the checkpoint is incomplete, download it again",
@@ -133,7 +162,28 @@ class Module:
         scales.require_shape(num_spans, self.num_outputs)
         span = self.span(scales, num_spans, declared)
         zeros.require_shape(num_spans, zeros_width)
+        self.refuse_split_words(zeros, 4)
         return PackedWords(words, scales, zeros, span)
+
+    def refuse_split_words(self, stored: Stored, bits: int) -> None:
+        """Where outputs are packed, words belong to one of the matrices that were joined."""
+        each = self.num_outputs // self.joined
+        if self.joined > 1 and each * bits % 32:
+            raise stored.refused(f"packs {self.joined} matrices of {each} outputs, which fill no whole words")
+
+    def refuse_other_shape(self, suffix: str) -> None:
+        """Where a tensor says how large the matrix is, each of a stack, or each of those joined."""
+        stored = self.tensors.get(suffix)
+        if stored is None:
+            return
+        stored.require("I64", "I32")
+        num, (num_outputs, num_inputs) = prod(self.shape[:-2]), self.shape[-2:]
+        if prod(stored.shape) > 2 * num * self.joined:
+            stored.require_shape(2)
+        parts = [num_outputs // self.joined, num_inputs] * self.joined
+        sizes = stored.read().flatten().tolist()
+        if sizes not in ([*self.shape], [num_outputs, num_inputs] * num, parts * num):
+            raise stored.refused(f"is {sizes[:4]}, config.json asks for {[*self.shape]}")
 
     def refuse_order(self, suffix: str, span: int) -> None:
         """Where a tensor names the group of each input, it must be the usual one: inputs in their order."""
@@ -174,9 +224,9 @@ def has(suffix: str) -> Callable[[Module], bool]:
     return lambda module: suffix in module.tensors
 
 
-def by_row(scales: torch.Tensor, num_outputs: int) -> torch.Tensor:
-    """One scale, or one for each output, as [O, 1]."""
-    return scales.reshape(-1, 1).expand(num_outputs, 1).contiguous()
+def by_row(numbers: torch.Tensor, num_outputs: int) -> torch.Tensor:
+    """One number for all outputs, for each half of them, or for each, as [O, 1]."""
+    return numbers.reshape(-1, 1).repeat_interleave(num_outputs // numbers.numel(), 0)
 
 
 def nibbles(packed: torch.Tensor) -> torch.Tensor:

@@ -15,6 +15,11 @@ def find_modelopt(module: Module, declared: Declared) -> LazyGroup:
     return _find(module, "weight", "weight_scale_2", "factor")
 
 
+def is_compressed(module: Module) -> bool:
+    packed = module.tensors.get("weight_packed")
+    return "weight_global_scale" in module.tensors or (packed is not None and packed.dtype == "U8")
+
+
 def find_compressed(module: Module, declared: Declared) -> LazyGroup:
     return _find(module, "weight_packed", "weight_global_scale", "divisor")
 
@@ -27,7 +32,7 @@ def _find(module: Module, weight_name: str, whole_name: str, role: str) -> LazyG
     whole.require("F32")
     weight.require_shape(num_outputs, num_inputs // 2)
     scales.require_shape(num_outputs, -(-num_inputs // GROUP))
-    if whole.shape not in ((), (1,)):
+    if whole.shape not in module.of_all:
         whole.require_shape()
     if num_inputs % GROUP:
         raise weight.refused(f"has {num_inputs} inputs, no multiple of {GROUP}")
@@ -47,7 +52,7 @@ FORMATS = (
         "NVFP4 of compressed-tensors",
         ("compressed-tensors",),
         frozenset(("weight_packed", "weight_scale", "weight_global_scale", "input_global_scale")),
-        has("weight_global_scale"),
+        is_compressed,
         find_compressed,
     ),
     Format(

@@ -1,22 +1,24 @@
 """compressed-tensors' pack-quantized (W4A16, W8A16): X.weight_packed I32 [O, F * bits / 32], X.weight_scale,
-X.weight_shape, and X.weight_zero_point, packed along the outputs, where codes have zero points."""
+perhaps X.weight_shape, and X.weight_zero_point, packed along the outputs, where codes have zero points."""
 
 from hemiola.builder.formats.declared import Declared
-from hemiola.builder.formats.module import Format, LazyGroup, Module, centred, has, unpacked
+from hemiola.builder.formats.module import Format, LazyGroup, Module, centred, unpacked
 from hemiola.plugins.groups import Layout, WeightGroup
 
 KEY = "weight_packed"
 
 
+def is_packed(module: Module) -> bool:
+    """Not NVFP4, whose words are bytes."""
+    return KEY in module.tensors and module.of(KEY).dtype != "U8"
+
+
 def find(module: Module, declared: Declared) -> LazyGroup:
-    words, scales, shape = (module.of(name) for name in (KEY, "weight_scale", "weight_shape"))
+    words, scales = module.of(KEY), module.of("weight_scale")
     num_outputs, num_inputs = module.shape
     words.require("I32")
     scales.require("F32", "BF16", "F16")
-    shape.require("I64", "I32")
-    shape.require_shape(2)
-    if shape.read().tolist() != [num_outputs, num_inputs]:
-        raise shape.refused(f"is {shape.read().tolist()}, config.json asks for {[num_outputs, num_inputs]}")
+    module.refuse_other_shape("weight_shape")
     bits = next((b for b in (4, 8) if words.shape == (num_outputs, -(-num_inputs * b // 32))), 0)
     if not bits:
         raise words.refused(
@@ -32,6 +34,7 @@ def find(module: Module, declared: Declared) -> LazyGroup:
     if zeros is not None:
         zeros.require("I32")
         zeros.require_shape(-(-num_outputs * bits // 32), num_spans)
+        module.refuse_split_words(zeros, bits)
     layout = Layout(f"int{bits}", span, ("zeros",) if zeros is not None else ())
     middle = 1 << (bits - 1)
 
@@ -51,7 +54,7 @@ FORMATS = (
         "packed integers of compressed-tensors",
         ("compressed-tensors",),
         frozenset(("weight_packed", "weight_scale", "weight_shape", "weight_zero_point", "weight_g_idx")),
-        has(KEY),
+        is_packed,
         find,
     ),
 )

@@ -1,7 +1,7 @@
 """One scale beside a weight of 8 bits: ModelOpt FP8 (tensor, channel, block) and compressed-tensors W8A8.
 
-X.weight e4m3 or int8 [O, F]; X.weight_scale [], [1], [O], [O, 1], or one for each block. Scales of
-activations (input_scale) are not read: activations stay wide.
+X.weight e4m3 or int8 [O, F]; X.weight_scale [], [1], [O], [O, 1], or one for each block; beside int8 perhaps
+X.weight_zero_point, int8 as well. Scales and zero points of activations are not read: activations stay wide.
 """
 
 import torch
@@ -17,41 +17,47 @@ FLOATS = ("F32", "BF16", "F16")
 
 def find(module: Module, declared: Declared) -> LazyGroup:
     scales, num_outputs = module.of(KEY), module.num_outputs
-    if scales.shape not in ((), (1,), (num_outputs,), (num_outputs, 1)):
+    zeros, weight = module.tensors.get("weight_zero_point"), module.of("weight")
+    is_in_blocks = scales.shape not in (*module.of_all, (num_outputs,), (num_outputs, 1))
+    if zeros is not None and (is_in_blocks or weight.dtype != "I8"):
+        reason = "stands beside FP8 codes or scales of blocks, where no zero points are read"
+        raise zeros.refused(reason, "use the bf16 checkpoint", "unsupported")
+    if is_in_blocks:
         return in_blocks(module, scales, declared.block)
     weight, kind = _weight(module)
     scales.require(*FLOATS)
-    layout = Layout(kind, 0)
+    if zeros is not None:
+        zeros.require("I8")
+        zeros.require_shape(*scales.shape)
+    layout = Layout(kind, 0, ("zeros",) if zeros is not None else ())
 
     def read(begin: int = 0, end: int | None = None) -> WeightGroup:
-        rows = by_row(scales.scales(), num_outputs)[begin:end]
-        return WeightGroup(layout, {"codes": _codes(weight, begin, end), "scales": rows})
+        tensors = {"codes": _codes(weight, begin, end)}
+        tensors["scales"] = by_row(scales.scales(), num_outputs)[begin:end]
+        if zeros is not None:
+            tensors["zeros"] = by_row(zeros.read().short(), num_outputs)[begin:end]
+        return WeightGroup(layout, tensors)
 
     return LazyGroup(layout, read)
 
 
 def in_blocks(module: Module, scales: Stored, block: tuple[int, int]) -> LazyGroup:
-    """[ceil(O / height), ceil(F / width)] scales, or ModelOpt's [.., 1, .., 1]; several matrices may lie
-    behind each other."""
+    """[ceil(O / height), ceil(F / width)] scales, or ModelOpt's [.., 1, .., 1]."""
     weight, kind = _weight(module)
     scales.require(*FLOATS)
     height, width = block
-    *outer, num_outputs, num_inputs = module.shape
-    grid = (*outer, -(-num_outputs // height), -(-num_inputs // width))
-    if scales.shape != (*outer, grid[-2], 1, grid[-1], 1):
+    num_outputs, num_inputs = module.shape
+    grid = (-(-num_outputs // height), -(-num_inputs // width))
+    if scales.shape != (grid[0], 1, grid[1], 1):
         scales.require_shape(*grid)
-    layout = Layout(kind, width if grid[-1] > 1 else 0)
+    layout = Layout(kind, width if grid[1] > 1 else 0)
 
     def read(begin: int = 0, end: int | None = None) -> WeightGroup:
-        if outer:  # lines are matrices
-            own = scales.scales(begin, end).view(-1, *grid[1:])
-            rows = own.repeat_interleave(height, -2)[..., :num_outputs, :]
-        else:
-            last = num_outputs if end is None else min(end, num_outputs)
-            first = begin // height
-            own = scales.scales().view(grid)[first : -(-last // height)].repeat_interleave(height, 0)
-            rows = own[begin - first * height : last - first * height]
-        return WeightGroup(layout, {"codes": _codes(weight, begin, end), "scales": rows.contiguous()})
+        last = num_outputs if end is None else min(end, num_outputs)
+        first = begin // height
+        own = scales.scales().view(grid)[first : -(-last // height)].repeat_interleave(height, 0)
+        rows = own[begin - first * height : last - first * height].contiguous()
+        return WeightGroup(layout, {"codes": _codes(weight, begin, end), "scales": rows})
 
     return LazyGroup(layout, read)
 
@@ -71,7 +77,7 @@ FORMATS = (
     Format(
         "FP8 or INT8 with scales",
         ("modelopt", "compressed-tensors"),
-        frozenset(("weight", "weight_scale", "input_scale")),
+        frozenset(("weight", "weight_scale", "weight_zero_point", "input_scale", "input_zero_point")),
         has(KEY),
         find,
     ),

@@ -176,8 +176,12 @@ class Moe(nn.Module):
         bias = tensor(f"{prefix}gate.e_score_correction_bias", self.num_experts)
         self.choice_bias = kit.weight(bias, wide=True)
         width, experts = latent or hidden, f"{prefix}experts."
-        up = expert_tensors(kit, experts, ("up",), self.num_experts, inner, width)
-        down = expert_tensors(kit, experts, ("down",), self.num_experts, width, inner)
+        if kit.checkpoint.any(f"{experts}up_proj"):
+            up = matrix(f"{experts}up_proj", self.num_experts, inner, width)
+            down = matrix(f"{experts}down_proj", self.num_experts, width, inner)
+        else:
+            up = expert_tensors(kit, experts, ("up",), self.num_experts, inner, width)
+            down = expert_tensors(kit, experts, ("down",), self.num_experts, width, inner)
         self.experts = Experts(kit, up, down, "relu2")
         shared = cfg.size("moe_shared_expert_intermediate_size")
         self.shared = Relu2Mlp(kit, f"{prefix}shared_experts.", hidden, shared)

@@ -209,7 +209,7 @@ class SwigluMoe(nn.Module):
         router = tensor(f"{prefix}gate.weight", self.num_experts, hidden)
         self.router = Linear(kit, join([router, tensor(f"{prefix}shared_expert_gate.weight", 1, hidden)]))
         experts = f"{prefix}experts."
-        if f"{experts}gate_up_proj" in kit.checkpoint:
+        if kit.checkpoint.any(f"{experts}gate_up_proj"):
             up = matrix(f"{experts}gate_up_proj", self.num_experts, 2 * inner, hidden)
             down = matrix(f"{experts}down_proj", self.num_experts, hidden, inner)
         else:

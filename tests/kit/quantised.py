@@ -73,6 +73,16 @@ def int8_channel(w: torch.Tensor) -> Written:
     return Written({"weight": codes, "weight_scale": scale}, codes.float() * scale.float())
 
 
+def int8_asymmetric(w: torch.Tensor) -> Written:
+    """With zero points, which compressed-tensors does not pack here."""
+    low, high = w.amin(1, keepdim=True).clamp(max=0), w.amax(1, keepdim=True).clamp(min=0)
+    scale = ((high - low) / 255).clamp(min=1e-6).bfloat16()
+    zeros = (-128 - low / scale.float()).round().clamp(-128, 127).to(torch.int8)
+    codes = (w / scale.float() + zeros).round().clamp(-128, 127).to(torch.int8)
+    tensors = {"weight": codes, "weight_scale": scale, "weight_zero_point": zeros}
+    return Written(tensors, (codes.float() - zeros.float()) * scale.float())
+
+
 def _nvfp4(
     w: torch.Tensor, divides: bool
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor] | None:
@@ -186,13 +196,32 @@ def awq(group: int) -> Writer:
     return write
 
 
+def stacked(write: Writer, w: torch.Tensor, num_joined: int) -> Written | None:
+    """Experts [E, O, F], of each as many matrices behind each other, written one by one and put together as
+    llm-compressor does. X is gate_up_proj or the like."""
+    written = [[write(part) for part in matrix.chunk(num_joined)] for matrix in w]
+    parts = [[part for part in matrix if part is not None] for matrix in written]
+    if parts != written:
+        return None
+
+    def together(end: str) -> torch.Tensor:
+        each = [torch.stack([matrix[n].tensors[end] for matrix in parts]) for n in range(num_joined)]
+        if each[0].dim() < 3 and each[0].numel() == len(w):
+            return torch.stack([numbers.flatten() for numbers in each], -1)
+        if end == "g_idx":
+            return each[0]
+        return torch.cat(each, -1 if end in ("qweight", "scales", "qzeros", "weight_shape") else 1)
+
+    numbers = torch.stack([torch.cat([part.numbers for part in matrix]) for matrix in parts])
+    return Written({end: together(end) for end in parts[0][0].tensors}, numbers)
+
+
 class Recipe(NamedTuple):
     """Which weights a release quantises and how: the first pattern that a tensor's name holds decides."""
 
     config: dict[str, Any]  # quantization_config
     rules: tuple[tuple[str, Writer | None], ...]
     beside: dict[str, Any] | None = None  # hf_quant_config.json
-    stacked: bool = False  # experts that lie in one tensor, too
 
 
 # What no release quantises, and what is no matrix.
@@ -234,7 +263,7 @@ NVFP4_GROUPS = {
 }
 
 RECIPES = {
-    "qwen_fp8": Recipe(QWEN_FP8, (NEVER, HEAD, (ALL, fp8_block((48, 32)))), stacked=True),
+    "qwen_fp8": Recipe(QWEN_FP8, (NEVER, HEAD, (ALL, fp8_block((48, 32))))),
     "modelopt_fp8": Recipe(
         {"quant_method": "modelopt", "quant_algo": "FP8", "ignore": ["lm_head"]},
         (NEVER, HEAD, (r"mtp\.", None), (ALL, fp8_tensor)),
@@ -264,14 +293,14 @@ RECIPES = {
         compressed("pack-quantized", 8, "int", "channel"), (NEVER, HEAD, (ALL, packed(8, 0)))
     ),
     "compressed_fp8": Recipe(
-        compressed("float-quantized", 8, "float", "channel"), (NEVER, HEAD, (ALL, fp8_channel))
+        compressed("float-quantized", 8, "float", "channel"), (NEVER, (ALL, fp8_channel))
     ),
     "compressed_fp8_block": Recipe(
         compressed("float-quantized", 8, "float", "block", block_structure=[48, 32]),
-        (NEVER, HEAD, (ALL, fp8_block((48, 32), torch.float32, "weight_scale"))),
+        (NEVER, (ALL, fp8_block((48, 32), torch.float32, "weight_scale"))),
     ),
     "compressed_int8": Recipe(
-        compressed("int-quantized", 8, "int", "channel"), (NEVER, HEAD, (ALL, int8_channel))
+        compressed("int-quantized", 8, "int", "channel"), (NEVER, (ALL, int8_channel))
     ),
     "gptq": Recipe(
         {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False, "sym": True},
@@ -283,7 +312,7 @@ RECIPES = {
     ),
     "auto_round": Recipe(
         AUTO_ROUND | {"sym": True, "packing_format": "auto_round:auto_gptq"},
-        (NEVER, HEAD, (ALL, gptq(4, 32, ordered=False))),
+        (NEVER, (ALL, gptq(4, 32, ordered=False))),
     ),
     "auto_round_asym": Recipe(
         AUTO_ROUND | {"sym": False, "packing_format": "auto_round"},
@@ -309,16 +338,15 @@ def quantise(source: Path, folder: Path, recipe: Recipe) -> Copies:
         shutil.copytree(source, copy)
     tensors = load_file(source / "model.safetensors")
     narrow, wide = tensors.copy(), tensors.copy()
-    rounded = []
+    rounded, method = [], recipe.config.get("quant_method")
     for name, tensor in tensors.items():
         writer = next((writer for pattern, writer in recipe.rules if re.search(pattern, name)), None)
-        fits = tensor.dim() == 2 or (tensor.dim() == 3 and recipe.stacked)
-        written = writer(tensor.float()) if writer is not None and fits else None
+        written = _write(writer, tensor.float(), name, method) if writer is not None else None
         if written is None:
             continue
         rounded.append(name)
         del narrow[name]
-        narrow |= {_beside(name, end): part for end, part in written.tensors.items()}
+        narrow |= {_beside(name, end, method): part for end, part in written.tensors.items()}
         wide[name] = written.numbers
     for copy, content in ((ours, narrow), (twin, wide)):
         dense = {name: tensor.contiguous() for name, tensor in content.items()}
@@ -330,8 +358,16 @@ def quantise(source: Path, folder: Path, recipe: Recipe) -> Copies:
     return Copies(ours, twin, rounded)
 
 
-def _beside(name: str, end: str) -> str:
-    """X.weight has X.weight_scale_inv beside it, stacked experts X have X_scale_inv."""
+def _write(writer: Writer, tensor: torch.Tensor, name: str, method: str | None) -> Written | None:
+    if tensor.dim() < 3 or method == "fp8":
+        return writer(tensor) if tensor.dim() > 1 else None
+    return stacked(writer, tensor, 2 if name.endswith("gate_up_proj") else 1)
+
+
+def _beside(name: str, end: str, method: str | None) -> str:
+    """X.weight has X.weight_scale beside it, stacked experts X have X_scale, ModelOpt's X_weight_scale."""
     if name.endswith(".weight"):
         return f"{name.removesuffix('.weight')}.{end}"
-    return name if end == "weight" else f"{name}_{end.removeprefix('weight_')}"
+    return (
+        name if end == "weight" else f"{name}_{end if method == 'modelopt' else end.removeprefix('weight_')}"
+    )

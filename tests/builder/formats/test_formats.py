@@ -1,6 +1,7 @@
 """Every format: the numbers that its makers' readers find, bit for bit, whatever a family does with rows."""
 
 import importlib.util
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,9 @@ from hemiola.plugins import references
 
 Get = Callable[..., Path]
 FAMILIES = ("qwen3_next", "qwen3_5", "qwen3_5_moe_experts", "nemotron_h_dense", "nemotron_h_moe")
-CASES = [(recipe, family) for recipe in RECIPES for family in FAMILIES] + [("qwen_fp8", "qwen3_5_moe")]
+CASES = [(recipe, family) for recipe in RECIPES for family in FAMILIES]
+STACKS = ("qwen_fp8", "modelopt_fp8", "modelopt_nvfp4", "compressed_nvfp4", "compressed_w4a16_asym")
+CASES += [(recipe, "qwen3_5_moe") for recipe in STACKS]
 SIZES = [(256, 192), (192, 256), (80, 320)]
 WRITERS: dict[str, tuple[quantised.Writer, dict[str, Any]]] = {
     "fp8 block": (quantised.fp8_block(), quantised.QWEN_FP8 | {"weight_block_size": [128, 128]}),
@@ -30,6 +33,10 @@ WRITERS: dict[str, tuple[quantised.Writer, dict[str, Any]]] = {
     "ct nvfp4": (quantised.nvfp4_compressed, RECIPES["compressed_nvfp4"].config),
     "ct fp8": (quantised.fp8_channel, RECIPES["compressed_fp8"].config),
     "ct int8": (quantised.int8_channel, RECIPES["compressed_int8"].config),
+    "ct int8 asym": (
+        quantised.int8_asymmetric,
+        quantised.compressed("int-quantized", 8, "int", "channel", symmetric=False),
+    ),
     "ct w4 g32": (quantised.packed(4, 32), RECIPES["compressed_w4a16"].config),
     "ct w4 g128 ragged": (
         quantised.packed(4, 128),
@@ -44,6 +51,9 @@ WRITERS: dict[str, tuple[quantised.Writer, dict[str, Any]]] = {
 }
 
 
+EXPERT = re.compile(r"(.*\.experts\.)(\d+)\.(.*)")
+
+
 def as_it_is(tensors: Tensors) -> Tensors:
     return tensors
 
@@ -52,6 +62,17 @@ def stack_mtp(tensors: Tensors) -> Tensors:
     """The experts of the MTP head lie in one tensor, those of the trunk do not."""
     mtp = {name: tensor for name, tensor in tensors.items() if name.startswith("mtp.")}
     return {name: tensor for name, tensor in tensors.items() if name not in mtp} | fused_experts(mtp)
+
+
+def stack_relu2(tensors: Tensors) -> Tensors:
+    """Experts of NemotronH as transformers has them in memory, and llm-compressor in files."""
+    found = {name: EXPERT.fullmatch(name) for name in tensors}
+    stacks: dict[str, dict[int, torch.Tensor]] = {}
+    for name, match in found.items():
+        if match:
+            stacks.setdefault(match[1] + match[3], {})[int(match[2])] = tensors[name]
+    rest = {name: tensors[name] for name, match in found.items() if not match}
+    return rest | {name: torch.stack([each[n] for n in range(len(each))]) for name, each in stacks.items()}
 
 
 def scale_pages(tensors: Tensors) -> Tensors:
@@ -81,6 +102,11 @@ RELEASES: dict[str, tuple[str, Recipe, Callable[[Tensors], Tensors]]] = {
         "nemotron_h_moe",
         modelopt("NVFP4", (r"mtp|layers\.0", None), (r"expert|(in|out)_proj", NVFP4)),
         as_it_is,
+    ),
+    "NemotronH of llm-compressor, stacked": (
+        "nemotron_h_moe",
+        RECIPES["compressed_nvfp4"],
+        stack_relu2,
     ),
     "Nemotron-3-Super mixed": (  # in_proj and out_proj of one layer differ; scales for keys and values
         "nemotron_h_moe",
@@ -120,6 +146,35 @@ def test_the_numbers_are_those_of_the_format(
     assert lazy.layout is not None and same_bits(lazy.read(), made.numbers)
     order = torch.randperm(size[0], generator=torch.Generator().manual_seed(1))[:50]
     assert same_bits(lazy.take(lambda rows: rows[order]).read(), made.numbers[order])
+
+
+SPELLINGS: dict[str, Callable[[str], str]] = {  # of the tensors of stacked experts X
+    "X.weight_scale": lambda end: f"X.{end}",
+    "X_scale": lambda end: "X" if end == "weight" else f"X_{end.removeprefix('weight_')}",
+    "X_weight_scale": lambda end: "X" if end == "weight" else f"X_{end}",
+}
+
+
+@pytest.mark.parametrize("name", WRITERS)
+def test_stacked_experts_have_the_numbers_of_each(
+    name: str, tmp_path: Path, alone: Callable[..., Checkpoint]
+) -> None:
+    """Whatever their makers call the tensors; gate and up, written alone, keep scales of their own."""
+    weights = torch.stack([random(256, 96, seed) * 2.0**seed for seed in range(3)])
+    for spelling, num_joined in zip(SPELLINGS.values(), (2, 1, 1 if "block" in name else 2), strict=True):
+        if "block" in name and num_joined == 2:
+            weights = weights[:, :128].repeat(1, 2, 1)  # blocks that belong to one of both
+        made = quantised.stacked(WRITERS[name][0], weights, num_joined)
+        assert made is not None
+        stem = "gate_up_proj" if num_joined == 2 else "down_proj"
+        alone({}, WRITERS[name][1])
+        named = {spelling(end).replace("X", stem, 1): part.contiguous() for end, part in made.tensors.items()}
+        save_file(named, tmp_path / "model.safetensors")
+        checkpoint = Checkpoint(tmp_path)
+        lazy = checkpoint.matrix(stem, 3, 256, 96)
+        assert lazy.layout is not None and same_bits(lazy.read(), made.numbers)
+        assert same_bits(lazy.take(lambda rows: rows[70:200:3], 1).read(1, 2), made.numbers[1:2, 70:200:3])
+        checkpoint.refuse_leftovers("$.")
 
 
 @pytest.mark.parametrize("recipe, family", CASES, ids=map("-".join, CASES))

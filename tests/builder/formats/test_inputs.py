@@ -160,11 +160,19 @@ def test_ranks_cut_no_scale(
     assert part.kind == lazy.kind and torch.equal(part.read(), made.numbers[:, share : 2 * share])
 
 
+@pytest.mark.parametrize(
+    "family, said",
+    [
+        ("qwen3_5_moe_experts", r"gate and up of .*experts\.0 have inputs of unlike scales"),
+        ("qwen3_5_moe", r"gate_up_proj_input_scale\[0\] has unlike scales for gate and up"),
+    ],
+    ids=["one by one", "in one tensor"],
+)
 def test_parts_of_an_expert_with_unlike_static_scales_are_refused(
-    tiny_checkpoint: Callable[..., Path], tmp_path: Path
+    family: str, said: str, tiny_checkpoint: Callable[..., Path], tmp_path: Path
 ) -> None:
     """They are one matrix, and have inputs in common."""
-    source = shutil.copytree(tiny_checkpoint("qwen3_5_moe_experts"), tmp_path / "source")
+    source = shutil.copytree(tiny_checkpoint(family), tmp_path / "source")
     copies = quantised.quantise(source, tmp_path, RECIPES["modelopt_fp8"])
-    with pytest.raises(Refused, match=r"gate and up of .*experts\.0 have inputs of unlike scales"):
+    with pytest.raises(Refused, match=said):
         build(copies.quantised, tmp_path / "engine", Options(act_dtype="fp8"))

@@ -2,12 +2,14 @@
 
 import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from kit import quantised
 from kit.quantised import E4M3, RECIPES, Tensors
+from safetensors.torch import save_file
 
 from hemiola.builder.checkpoint import Checkpoint
 from hemiola.runtime.errors import Refused
@@ -19,6 +21,8 @@ MODELOPT = RECIPES["modelopt_fp8"].config
 NVFP4, NVFP4_CT = RECIPES["modelopt_nvfp4"].config, RECIPES["compressed_nvfp4"].config
 W4, ASYM = RECIPES["compressed_w4a16"].config, RECIPES["compressed_w4a16_asym"].config
 GPTQ, GPTQ_V2 = RECIPES["gptq"].config, RECIPES["gptq_v2"].config
+ZEROS = quantised.int8_asymmetric
+W8 = quantised.compressed("int-quantized", 8, "int", "channel", symmetric=False)
 ROUND, AWQ = RECIPES["auto_round"].config, RECIPES["awq"].config
 
 
@@ -132,12 +136,30 @@ TENSORS = [  # writer, config, what is done to the tensors, what is said
     ),
     (quantised.nvfp4_modelopt, NVFP4, without("weight_scale"), "needs X.weight_scale beside it"),
     (quantised.nvfp4_modelopt, NVFP4, without("weight_scale_2"), "X.weight is U8, its format has F8_E4M3"),
-    (quantised.nvfp4_compressed, NVFP4_CT, without("weight_global_scale"), "needs X.weight_shape beside it"),
+    (
+        quantised.nvfp4_compressed,
+        NVFP4_CT,
+        without("weight_global_scale"),
+        "needs X.weight_global_scale beside",
+    ),
     (
         quantised.nvfp4_modelopt,
         NVFP4,
         more("pre_quant_scale", torch.ones(96)),
         "pre_quant_scale does not belong to",
+    ),
+    (ZEROS, W8, put("weight_zero_point", lambda z: z.int()), "weight_zero_point is I32, its format has I8"),
+    (
+        ZEROS,
+        W8,
+        put("weight_zero_point", lambda z: z[1:]),
+        r"zero_point has shape \[63, 1\], its format asks",
+    ),
+    (
+        quantised.fp8_channel,
+        {},
+        more("weight_zero_point", torch.zeros(64, 1)),
+        "X.weight_zero_point stands beside FP8 codes or scales of blocks",
     ),
     (BLOCK, GPTQ, lambda t: 0, "quant_method is gptq, but the tensors of X are FP8 by blocks"),
     (quantised.int8_channel, MODELOPT, lambda t: 0, "declared as FP8, but X is int8"),
@@ -254,6 +276,64 @@ def test_scales_of_what_may_not_be_quantised_are_refused(alone: Callable[..., Ch
         checkpoint.tensor("X.weight", *SIZE)
     with pytest.raises(Refused, match=r"has X.weight_scale_inv, but no layer"):
         checkpoint.refuse_leftovers("$.")
+
+
+STACKS = [  # of three experts
+    (
+        quantised.nvfp4_modelopt,
+        put("weight_scale_2", lambda s: s[:2]),
+        r"weight_scale_2 has shape \[2, 2\], which is no stack of 3",
+    ),
+    (
+        quantised.nvfp4_compressed,
+        put("weight_global_scale", lambda s: s.repeat(1, 2)),
+        r"weight_global_scale\[0\] has shape \[4\], its format asks for \[\]",
+    ),
+    (  # as Llama 4 has it, which multiplies from the other side
+        quantised.nvfp4_modelopt,
+        put("weight", lambda w: w.transpose(1, 2)),
+        r"X_gate_up_proj.weight\[0\] has shape \[48, 64\], its format asks for \[64, 48\]",
+    ),
+    (
+        quantised.packed(4, 32),
+        put("weight_shape", lambda s: s + 1),
+        r"is \[33, 97, 33, 97\], config.json asks",
+    ),
+    (quantised.packed(4, 32), without("weight_scale"), r"needs X_gate_up_proj\[0\].weight_scale beside it"),
+    (
+        quantised.fp8_tensor,
+        put("weight_scale", lambda s: s * -1),
+        r"X_gate_up_proj.weight_scale\[0\] holds 2",
+    ),
+]
+
+
+@pytest.mark.parametrize("writer, change, said", STACKS, ids=[row[2][:60] for row in STACKS])
+def test_a_stack_that_is_none_is_refused(
+    writer: quantised.Writer, change: Any, said: str, tmp_path: Path, alone: Callable[..., Checkpoint]
+) -> None:
+    weights = torch.randn(3, *SIZE, generator=torch.Generator().manual_seed(0))
+    made = quantised.stacked(writer, weights, 2)
+    assert made is not None
+    change(tensors := made.tensors.copy())
+    alone({}, {})
+    named = {f"X_gate_up_proj.{end}": tensor.contiguous() for end, tensor in tensors.items()}
+    save_file(named, tmp_path / "model.safetensors")
+    with pytest.raises(Refused, match=said):
+        Checkpoint(tmp_path).matrix("X_gate_up_proj", 3, *SIZE).read()
+
+
+def test_matrices_in_one_word_are_refused(tmp_path: Path, alone: Callable[..., Checkpoint]) -> None:
+    """Zero points of gate and up: behind each other, packed apart, they would be read as those of others."""
+    weights = torch.randn(3, 30, 64, generator=torch.Generator().manual_seed(0))
+    made = quantised.stacked(quantised.packed(4, 32, False), weights, 2)
+    assert made is not None
+    alone({}, ASYM)
+    save_file(
+        {f"gate_up_proj_{end}": each for end, each in made.tensors.items()}, tmp_path / "model.safetensors"
+    )
+    with pytest.raises(Refused, match="packs 2 matrices of 15 outputs, which fill no whole words"):
+        Checkpoint(tmp_path).matrix("gate_up_proj", 3, 30, 64)
 
 
 def test_lists_of_modules_decide_nothing(alone: Callable[..., Checkpoint]) -> None:

@@ -35,12 +35,12 @@ CHANNELS = CHANNELS | {
 }
 BLOCKS = QWEN_FP8 | {"weight_block_size": [128, 128]}
 W8A8 = {
-    "group": Recipe(BLOCKS, (NEVER, HEAD, (ALL, quantised.fp8_block())), stacked=True),
+    "group": Recipe(BLOCKS, (NEVER, HEAD, (ALL, quantised.fp8_block()))),
     "token": Recipe(CHANNELS, (NEVER, HEAD, (ALL, quantised.fp8_channel))),
     "static": Recipe(RECIPES["modelopt_fp8"].config, (NEVER, HEAD, (ALL, static))),
 }
 KINDS = [
-    ("group", "qwen3_5_moe"), ("static", "qwen3_5_moe_experts"), ("token", "qwen3_next"),
+    ("group", "qwen3_5_moe"), ("static", "qwen3_5_moe"), ("token", "qwen3_next"),
     ("static", "qwen3_5"), ("group", "nemotron_h_moe"), ("token", "nemotron_h_dense"),
 ]  # fmt: skip
 
