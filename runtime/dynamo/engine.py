@@ -159,7 +159,7 @@ class DynamoEngine:
             prompt, output_ids, params = asked
 
             def submit() -> None:
-                own.submitted(llm.submit(prompt, params, put, output_ids=output_ids))
+                own.submitted(llm.submit(prompt, params, put, output_ids=output_ids, wants_text=False))
 
             if params.structured_outputs is None:
                 submit()
