@@ -473,6 +473,8 @@ def plot(found: list[Result], path: Path) -> None:
     for panel, (title, value) in zip(axes, kinds, strict=True):
         for policy in map(str, POLICIES):
             here = sorted((one for one in found if one.policy == policy), key=lambda one: one.replicas)
+            if not here:
+                continue
             style = "--" if "host" in policy else "-"
             panel.plot(
                 [one.replicas for one in here], [value(one) for one in here], style, marker="o", label=policy
