@@ -31,7 +31,7 @@ def page_of(values: Mapping[Series, float], labels: Mapping[str, str]) -> str:
 
 
 def _line(series: Series, value: float, labels: Mapping[str, str]) -> str:
-    named = {**labels, **own_labels(series, labels)}
+    named = {**own_labels(series, labels), **labels}  # Dynamo's `model` is a folder, `model_name` is a name
     shown = ",".join(f'{name}="{text.translate(ESCAPES)}"' for name, text in named.items())
     return f"{series.name}{{{shown}}} {float(value)!r}"
 
