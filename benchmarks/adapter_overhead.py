@@ -2,9 +2,10 @@
 
     PYTHONPATH=. python benchmarks/adapter_overhead.py [--rounds 7] [--streams 32]
 
-A bundled model on the CPU, asked by LLM.submit and through the adapter, in turns: milliseconds to the first
-token of one request alone, and tokens a second of so many streams. Dynamo itself is not part of it: what Rust
-does before and behind the adapter is the same for every engine. The tokens of both must be equal.
+A bundled model on the CPU, asked by LLM.submit, with and without text, and through the adapter, in turns:
+milliseconds to the first token of one request alone, and tokens a second of so many streams. Dynamo itself is
+not part of it: what Rust does before and behind the adapter is the same for every engine. The tokens of all
+must be equal.
 """
 
 import argparse
@@ -25,6 +26,7 @@ from hemiola.runtime.llm import LLM
 
 MODEL = Path(__file__).resolve().parents[1] / "demo/qwen3.5-code"
 ALONE, TOKENS = 40, 128  # requests of a round, one after the other; tokens of a stream
+NAMES = ("LLM", "LLM, no text", "adapter")
 Asked = tuple[list[float], list[list[int]]]  # seconds to the first tokens, and all tokens
 
 
@@ -35,7 +37,7 @@ class Call:
         self.id = lambda: name
 
 
-def by_llm(llm: LLM, prompts: list[list[int]], num_tokens: int) -> Asked:
+def by_llm(llm: LLM, prompts: list[list[int]], num_tokens: int, wants_text: bool) -> Asked:
     """All at once."""
     params = SamplingParams(max_tokens=num_tokens, temperature=0.0, ignore_eos=True)
     firsts: list[float] = [0.0] * len(prompts)
@@ -50,7 +52,7 @@ def by_llm(llm: LLM, prompts: list[list[int]], num_tokens: int) -> Asked:
 
     start = time.perf_counter()
     for n, prompt in enumerate(prompts):
-        llm.submit(prompt, params, lambda piece, n=n: note(n, piece))
+        llm.submit(prompt, params, lambda piece, n=n: note(n, piece), wants_text=wants_text)
     for _ in prompts:
         left.acquire()
     return firsts, ids
@@ -81,20 +83,20 @@ async def measure(engine: DynamoEngine, llm: LLM, rounds: int, streams: int) -> 
     prompts = [text[20 * n : 20 * n + 40] for n in range(max(streams, ALONE))]
 
     async def ask(name: str, asked: list[list[int]], num_tokens: int) -> Asked:
-        if name == "LLM":
-            return await asyncio.to_thread(by_llm, llm, asked, num_tokens)
-        return await by_adapter(engine, asked, num_tokens)
+        if name == "adapter":
+            return await by_adapter(engine, asked, num_tokens)
+        return await asyncio.to_thread(by_llm, llm, asked, num_tokens, name == "LLM")
 
-    firsts: dict[str, list[list[float]]] = {"LLM": [], "adapter": []}
-    seconds: dict[str, list[float]] = {"LLM": [], "adapter": []}
-    busy: dict[str, list[float]] = {"LLM": [], "adapter": []}
+    firsts: dict[str, list[list[float]]] = {name: [] for name in NAMES}
+    seconds: dict[str, list[float]] = {name: [] for name in NAMES}
+    busy: dict[str, list[float]] = {name: [] for name in NAMES}
     for number in range(rounds + 1):
-        names = ("LLM", "adapter") if number % 2 else ("adapter", "LLM")
-        alone: dict[str, list[Asked]] = {"LLM": [], "adapter": []}
+        names = NAMES[number % 3 :] + NAMES[: number % 3]
+        alone: dict[str, list[Asked]] = {name: [] for name in NAMES}
         for prompt in prompts[:ALONE]:
             for name in names:
                 alone[name].append(await ask(name, [prompt], 4))
-        assert [ids for _, ids in alone["LLM"]] == [ids for _, ids in alone["adapter"]]
+        assert all([ids for _, ids in alone[name]] == [ids for _, ids in alone["LLM"]] for name in NAMES)
         together: dict[str, list[list[int]]] = {}
         for name in names:
             start, worked = time.perf_counter(), time.process_time()
@@ -103,18 +105,17 @@ async def measure(engine: DynamoEngine, llm: LLM, rounds: int, streams: int) -> 
                 seconds[name].append(time.perf_counter() - start)
                 busy[name].append(time.process_time() - worked)
                 firsts[name].append([1e3 * first[0] for first, _ in alone[name]])
-        assert together["LLM"] == together["adapter"]
+        assert all(together[name] == together["LLM"] for name in NAMES)
     first = {name: np.array(found).min(0) for name, found in firsts.items()}
-    more = np.median(first["adapter"] - first["LLM"])
     speed = {name: streams * TOKENS / min(found) for name, found in seconds.items()}
     cpu = {name: 1e6 * min(found) / (streams * TOKENS) for name, found in busy.items()}
-    print("| | LLM | adapter | |\n|---|---|---|---|")
-    print(f"| first token, ms, median of {ALONE} prompts | {np.median(first['LLM']):.2f} |"
-          f" {np.median(first['adapter']):.2f} | {more:+.2f} ms |")  # fmt: skip
-    print(f"| tokens/s of {streams} streams | {speed['LLM']:,.0f} | {speed['adapter']:,.0f} |"
-          f" {speed['adapter'] / speed['LLM'] - 1:+.1%} |")  # fmt: skip
-    print(f"| CPU time of all threads, us a token | {cpu['LLM']:.0f} | {cpu['adapter']:.0f} |"
-          f" {cpu['adapter'] / cpu['LLM'] - 1:+.1%} |")  # fmt: skip
+    print(f"| | {' | '.join(NAMES)} | adapter to LLM |\n|---|---|---|---|---|")
+    cells = " | ".join(f"{np.median(first[name]):.2f}" for name in NAMES)
+    more = np.median(first["adapter"] - first["LLM"])
+    print(f"| first token, ms, median of {ALONE} prompts | {cells} | {more:+.2f} ms |")
+    for what, found in ((f"tokens/s of {streams} streams", speed), ("CPU time, us a token", cpu)):
+        cells = " | ".join(f"{found[name]:,.0f}" for name in NAMES)
+        print(f"| {what} | {cells} | {found['adapter'] / found['LLM'] - 1:+.1%} |")
 
 
 async def run(engine_dir: Path, rounds: int, streams: int) -> None:

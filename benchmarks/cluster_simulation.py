@@ -16,7 +16,7 @@ import itertools
 import json
 import time
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -70,14 +70,16 @@ def conversations(seed: int, num: int, per_second: float, until: float) -> list[
         start += author.random.expovariate(per_second)
         now = start
         context = join(author.random.choices(systems, (8, 4, 2, 1))[0], author.passage(150, 1.0, 20, 8000))
+        ids, lens = context, []
         while now < until:
             output = author.passage(250, 0.7, 20, 1500)
             ids = join(context, output)
-            turns.append(Turn(now, session, len(context), Chain(ids, b"", PAGE_LEN)))
+            lens.append((now, len(context), len(ids)))
             if author.chance(1 / 6) or len(ids) > MOST_LEN - 8000:
                 break
             now += 0.5 + STEP_S * len(output) + author.size(40, 1.0, 2, 3600)
             context = join(ids, author.passage(80, 1.0, 5, 4000))
+        turns += [Turn(at, session, num, Chain(ids[:end], b"", PAGE_LEN)) for at, num, end in lens]
     return sorted(turns, key=lambda turn: turn.at)
 
 
@@ -220,7 +222,6 @@ class Replica:
         self.waiting: list[Turn] = []
         self.running: dict[int, tuple[Turn, int]] = {}  # by slot: and how many of its tokens there are
         self.num_running = 0
-        self.is_dead = False
         self.free_at = 0.0  # when the prompts so far are computed
 
     def _tell_pages(self, number: int, index: Index) -> None:
@@ -259,6 +260,12 @@ class Replica:
 
     def token_s(self) -> float:
         return STEP_S + ROW_S * self.num_running
+
+    def page_keys(self) -> Iterator[bytes]:
+        """Of all pages that it has, in both tiers."""
+        yield from self.prefix._tree.entries
+        if self.prefix.host is not None:
+            yield from self.prefix.host._tree.entries
 
 
 class Policy(NamedTuple):
@@ -307,10 +314,10 @@ class Result:
 class Cluster:
     def __init__(self, num: int, policy: Policy) -> None:
         self.policy, self.index = policy, Index(2 * num if policy.churn else num)
-        self.replicas = [Replica(n, policy, self.index) for n in range(num)]  # those that went, too
+        self.replicas = {n: Replica(n, policy, self.index) for n in range(num)}  # and those that drain
         self.alive = np.arange(num)
         self._order, self._events = itertools.count(), []
-        self._next = 0
+        self._next, self._next_replica = 0, num
         self._noise = np.random.default_rng(0)
         self.first_s: list[float] = []
         self.hits: list[tuple[int, int]] = []
@@ -318,17 +325,19 @@ class Cluster:
         self.loads = np.zeros(2 * num, np.int64)  # pages of requests that run or wait
 
     def run(self, turns: list[Turn]) -> None:
+        """Forgets each turn when it has ended: those of 1,000 replicas have 600 MB."""
         self._events = [Event(turn.at, next(self._order), turn) for turn in turns]
         if self.policy.churn:
             ends = np.linspace(turns[0].at, turns[-1].at, len(self.alive), endpoint=False)
             self._events += [Event(float(at), next(self._order), None) for at in ends]
+        turns.clear()
         heapq.heapify(self._events)
         while self._events:
             event = heapq.heappop(self._events)
             if event.turn is None:
                 self._replace(event.at)
                 continue
-            if event.slot_id and self.replicas[event.replica].is_dead:
+            if event.slot_id and event.replica not in self.replicas:
                 continue
             if event.slot_id:
                 self._decode(event, event.turn)
@@ -343,17 +352,18 @@ class Cluster:
         """One drains, and gets nothing new, or is killed. In its place comes an empty one."""
         place = int(self._noise.integers(len(self.alive)))
         if self.policy.churn == KILLED:
-            self._kill(self.replicas[self.alive[place]], int(self.alive[place]), now)
-        self.alive[place] = len(self.replicas)
-        self.replicas.append(Replica(len(self.replicas), self.policy, self.index))
+            self._kill(int(self.alive[place]), now)
+        self.alive[place] = number = self._next_replica
+        self._next_replica += 1
+        self.replicas[number] = Replica(number, self.policy, self.index)
 
-    def _kill(self, replica: Replica, number: int, now: float) -> None:
+    def _kill(self, number: int, now: float) -> None:
         """What it had is sent again at once, answers with what was said of them."""
-        replica.is_dead = True
+        replica = self.replicas.pop(number)
         said = [Turn(now, turn.session, done, turn.chain, True) for turn, done in replica.running.values()]
         for turn in (*replica.waiting, *said):
             heapq.heappush(self._events, Event(now, next(self._order), turn))
-        for key in [key for key, mask in self.index.masks.items() if mask >> number & 1]:
+        for key in replica.page_keys():
             self.index.remove(key, number)
 
     def _route(self, turn: Turn) -> int:
@@ -411,12 +421,12 @@ class Cluster:
 def simulate(num: int, policy: Policy, seed: int, seconds: float) -> Result:
     begun = time.perf_counter()
     turns = conversations(seed, int(PER_SECOND * num * seconds), PER_SECOND * num, seconds)
+    counted = slice(int(len(turns) * WARM), None)
     cluster = Cluster(num, policy)
     cluster.run(turns)
-    for replica in cluster.replicas[:: max(1, num // 8)]:
+    for replica in list(cluster.replicas.values())[:: max(1, num // 8)]:
         replica.prefix.audit()
     gaps_ms = 1e3 * np.array(cluster.gaps_s or [0.0])
-    counted = slice(int(len(turns) * WARM), None)
     hit, asked = map(sum, zip(*cluster.hits[counted], strict=True))
     first_ms = 1e3 * np.array(cluster.first_s[counted])
     p50, p95 = np.percentile(first_ms, [50, 95])
@@ -463,6 +473,8 @@ def plot(found: list[Result], path: Path) -> None:
     for panel, (title, value) in zip(axes, kinds, strict=True):
         for policy in map(str, POLICIES):
             here = sorted((one for one in found if one.policy == policy), key=lambda one: one.replicas)
+            if not here:
+                continue
             style = "--" if "host" in policy else "-"
             panel.plot(
                 [one.replicas for one in here], [value(one) for one in here], style, marker="o", label=policy

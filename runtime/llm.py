@@ -161,15 +161,17 @@ class LLM:
         on_piece: OnPiece,
         arrival: float | None = None,
         output_ids: Sequence[int] = (),
+        wants_text: bool = True,
     ) -> int:
         """Queue a request and return its id; on_piece is called in the loop's thread. Refuses at once.
 
         arrival: when it came, by time.perf_counter, if not now.
         output_ids: the first tokens of its output, which another engine of this identity chose. The pieces
-        have what follows, as if this engine had chosen all; params are those of the whole output."""
+        have what follows, as if this engine had chosen all; params are those of the whole output.
+        wants_text: without, pieces may have ids alone, which takes less time."""
         if not callable(on_piece):
             raise Refused("wrong_type", "on_piece", type(on_piece), way_out="pass a function of a Piece")
-        request = self._request(prompt, params, arrival, output_ids)
+        request = self._request(prompt, params, arrival, output_ids, wants_text)
         self._loop.submit(request, on_piece)
         return request.id
 
@@ -291,6 +293,7 @@ class LLM:
         params: SamplingParams,
         arrival: float | None = None,
         output_ids: Sequence[int] = (),
+        wants_text: bool = True,
     ) -> Request:
         arrival = time.perf_counter() if arrival is None else arrival  # before the prompt is tokenized
         if not isinstance(params, SamplingParams):
@@ -303,7 +306,7 @@ class LLM:
         ids = self.encode(prompt)
         grammar = self._grammar(params)
         request_id, bounds = next(self._request_ids), self._bounds
-        return new_request(request_id, ids, params, bounds, encode, grammar, arrival, output_ids)
+        return new_request(request_id, ids, params, bounds, encode, grammar, arrival, output_ids, wants_text)
 
     def _check_scoring(self) -> None:
         """A compiler that cut the program has the output head inside of a part, for the lines that choose."""

@@ -6,18 +6,29 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
-from hemiola.runtime.api import Load, OnPiece, Piece
+from hemiola.runtime.api import FinishReason, Load, OnPiece, Piece
 from hemiola.runtime.dynamo.binding import Errors
 from hemiola.runtime.dynamo.events import CacheEvents, Publisher, PushSource
 from hemiola.runtime.dynamo.handover import Handover
 from hemiola.runtime.dynamo.load import Snapshot
+from hemiola.runtime.dynamo.metrics import EngineMetrics, add_page, measure
 from hemiola.runtime.dynamo.pieces import Doorbell, PieceStream
-from hemiola.runtime.dynamo.reply import Chunk, chunk_of, last_chunk
+from hemiola.runtime.dynamo.reply import PROBED, Chunk, chunk_of, last_chunk
 from hemiola.runtime.dynamo.request import Submission, link_of, read_request
 from hemiola.runtime.errors import Busy, Failed, Refused, counted
 from hemiola.runtime.llm import LLM
+from hemiola.runtime.serving.metrics import Meter, Outcome
 
 WATCH_S = 0.25  # between two looks at the engine's load
+PROBE = "_HEALTH_CHECK"  # names a request by which Dynamo learns whether the worker is well
+STILL_S = 1.0  # without a step, after which a busy engine answers no probe
+OUTCOMES: dict[FinishReason, Outcome] = {
+    "stop": "success",
+    "length": "success",
+    "timeout": "timeout",
+    "cancelled": "cancelled",
+    "error": "error",
+}
 
 
 class WorkerBounds(NamedTuple):
@@ -41,6 +52,7 @@ class _Running:
         self._abort = abort
         self._request_id: int | None = None
         self._left = False
+        self.outcome: Outcome = "cancelled"  # of one whose caller just leaves
 
     def submitted(self, request_id: int) -> None:
         """By the thread that submits; whichever of this and `leave` comes last aborts."""
@@ -76,6 +88,7 @@ class DynamoEngine:
         self._bounds, self._on_lost = bounds, on_lost
         self._llm: LLM | None = None
         self.error: Exception | None = None  # why it did not open
+        self._meter: Meter | None = None
         self._running: dict[str, _Running] = {}  # by Dynamo's id
         self._events: CacheEvents | None = None
         self._load_publisher: Any = None
@@ -88,6 +101,7 @@ class DynamoEngine:
         self._doorbell = Doorbell(asyncio.get_running_loop())
         try:
             self._llm = await asyncio.to_thread(self._open_llm)
+            self._meter = Meter(self._llm.config.num_drafts)
             if self._hand_over is not None:
                 self._handover = self._hand_over(self._llm)
         except Exception as error:
@@ -115,11 +129,16 @@ class DynamoEngine:
 
     async def generate(self, request: Mapping[str, Any], context: Context) -> AsyncIterator[Chunk]:
         """The chunks of one request."""
-        llm, pieces = self._opened(), PieceStream(self._doorbell)
-        self._check_room(llm)
+        llm, meter, pieces = self._opened(), self._meter, PieceStream(self._doorbell)
+        assert meter is not None, "there is one since the engine was opened"
+        if request.get(PROBE) is True and await self._is_at_work(llm):
+            yield PROBED
+            return
+        self._check_room(llm, meter)
         own = self._running[context.id()] = _Running(llm.abort)
         try:
             asked = await self._submit(llm, request, pieces.put, own)
+            meter.taken(len(asked.prompt))
             link, scores = link_of(len(asked.prompt)), None
             while True:
                 piece = await pieces
@@ -127,6 +146,9 @@ class DynamoEngine:
                 if piece.finish_reason is None:
                     yield chunk_of(piece, link)
                     continue
+                own.outcome = OUTCOMES[piece.finish_reason]
+                if piece.metrics is not None:
+                    measure(meter, piece.metrics, len(asked.output_ids), own.outcome == "success")
                 self._check(llm, piece)
                 chunk = last_chunk(piece, scores)
                 if self._handover is not None:
@@ -137,6 +159,7 @@ class DynamoEngine:
             if self._running.get(context.id()) is own:
                 del self._running[context.id()]
             own.leave()
+            meter.ended(own.outcome)
 
     async def abort(self, context: Context) -> None:
         """The caller has left."""
@@ -159,7 +182,7 @@ class DynamoEngine:
             prompt, output_ids, params = asked
 
             def submit() -> None:
-                own.submitted(llm.submit(prompt, params, put, output_ids=output_ids))
+                own.submitted(llm.submit(prompt, params, put, output_ids=output_ids, wants_text=False))
 
             if params.structured_outputs is None:
                 submit()
@@ -167,16 +190,31 @@ class DynamoEngine:
                 await asyncio.to_thread(submit)  # it waits for the grammar
             return asked
         except Refused as error:
+            own.outcome = "error" if error.code == "closed" else "invalid"
             kind = self._errors.lost if error.code == "closed" else self._errors.invalid
             raise kind(str(error)) from None
         except Failed as error:
+            own.outcome = "error"
             raise self._errors.lost(str(error)) from None
         except Busy as error:
+            own.outcome = "rejected"
             raise self._errors.failed(str(error)) from None
 
-    def _check_room(self, llm: LLM) -> None:
+    async def _is_at_work(self, llm: LLM) -> bool:
+        """Then a probe need not wait behind its requests, for longer than Dynamo waits: busy workers were
+        taken for lost. As long as a busy engine does not move, its probe waits."""
+        while True:
+            load = llm.load()
+            if load.failure or not load.num_running:
+                return False
+            if load.stalled_s < STILL_S:
+                return True
+            await asyncio.sleep(WATCH_S)
+
+    def _check_room(self, llm: LLM, meter: Meter) -> None:
         max_rows, max_queue = llm.config.max_rows, self._bounds.max_queue
         if len(self._running) >= max_rows + max_queue:
+            meter.ended("rejected")
             raise self._errors.busy(
                 f"{counted(len(self._running), 'request is', 'requests are')} under way in"
                 f" {counted(max_rows, 'row', 'rows')}, and no more than max_queue={max_queue} may wait"
@@ -190,13 +228,13 @@ class DynamoEngine:
     # What Dynamo shows and routes by.
 
     async def health_check_payload(self) -> dict[str, Any]:
-        """A request of one token, which the worker's health check may send when nobody else does."""
+        """A request of one token, which Dynamo sends when no other one has ended for a while."""
         eos_ids = self._opened().manifest.eos_ids
         return {
             "token_ids": [eos_ids[0] if eos_ids else 0],
             "stop_conditions": {"max_tokens": 1, "ignore_eos": True},
             "sampling_options": {"temperature": 0.0},
-            "_HEALTH_CHECK": True,
+            PROBE: True,
         }
 
     async def kv_event_sources(self) -> list[PushSource]:
@@ -206,6 +244,10 @@ class DynamoEngine:
     def _publish(self, llm: LLM, publisher: Publisher) -> None:
         self._events = CacheEvents(publisher, llm.config.page_len)
         llm.watch_cache(self._events)
+
+    async def register_prometheus(self, metrics: EngineMetrics) -> None:
+        assert self._meter is not None
+        add_page(metrics, self._meter, self._opened())
 
     def component_metrics_dp_ranks(self) -> list[int]:
         return [0]
@@ -240,8 +282,6 @@ class DynamoEngine:
         return ""
 
     # What it does not offer.
-
-    async def register_prometheus(self, metrics: object) -> None: ...
 
     async def on_endpoint_ready(self, endpoint: object) -> None: ...
 

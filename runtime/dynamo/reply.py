@@ -6,6 +6,8 @@ from typing import Any
 from hemiola.runtime.api import Logprob, Piece, PromptLogprobs
 
 Chunk = dict[str, Any]
+NOTHING_USED = {"prompt_tokens": 0, "completion_tokens": 0, "total_tokens": 0}
+PROBED: Chunk = {"token_ids": [], "index": 0, "finish_reason": "stop", "completion_usage": NOTHING_USED}
 
 
 def chunk_of(piece: Piece, link: Mapping[str, str]) -> Chunk:

@@ -1,6 +1,7 @@
 """Runs an LLM as a worker of Dynamo until SIGTERM or SIGINT."""
 
 import asyncio
+import errno
 import os
 import signal
 import socket
@@ -40,12 +41,13 @@ def run_worker(engine_dir: Path, own: WorkerOptions, options: Mapping[str, Any],
     """Raises Refused or Failed. A lost engine ends the process at once, with status 1: it may hang."""
     binding, lost = load_binding(), _Loss()
     _check_system_port()
+    store = _store(own)
     hand_over = partial(Handover, own=own) if _hands_over(own, options) else None
     card = make_card(engine_dir, manifests.load(engine_dir))
     open_llm = partial(LLM, engine_dir, progress=True, **options)
     register = partial(_register, binding, card, own, say)
     bounds = WorkerBounds(own.min_priority, own.hang_timeout, own.max_queue)
-    engine = DynamoEngine(open_llm, register, binding.errors, bounds, lost, hand_over, _store(own))
+    engine = DynamoEngine(open_llm, register, binding.errors, bounds, lost, hand_over, store)
     try:
         asyncio.run(_run(binding, engine, card, own))
     except Exception as error:
@@ -71,10 +73,20 @@ def _check_system_port() -> None:
 
 
 def _store(own: WorkerOptions) -> Path | None:
-    """The folder of discovery by files."""
+    """The folder of discovery by files. Raises Refused where it cannot be written: an engine may take minutes
+    to open before Dynamo says so."""
     backend = own.discovery_backend or os.environ.get("DYN_DISCOVERY_BACKEND")
     folder = os.environ.get("DYN_FILE_KV")
-    return Path(folder) if backend == "file" and folder else None
+    if backend != "file" or not folder:
+        return None
+    try:
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        if not os.access(folder, os.W_OK | os.X_OK):
+            raise OSError(errno.EACCES, os.strerror(errno.EACCES))
+    except OSError as error:
+        message = f"DYN_FILE_KV: {folder} cannot be written ({error.strerror})"
+        raise Refused("in_use", message=message, way_out="name a folder of yours") from None
+    return Path(folder)
 
 
 def _hands_over(own: WorkerOptions, options: Mapping[str, Any]) -> bool:

@@ -23,7 +23,7 @@ class Event(NamedTuple):
 class _Letter:
     request: Request
     on_piece: OnPiece
-    growing: Growing | None  # None: an engine without a tokenizer
+    growing: Growing | None  # None: an engine without a tokenizer, or nobody wants the text
     sent_len: int  # ids that left already, prompt included
 
 
@@ -36,10 +36,10 @@ class Outbox:
 
     def open(self, request: Request, on_piece: OnPiece) -> None:
         """A request whose prompt the tokenizer cannot decode fails here; `end` has its last piece."""
-        prompt, growing = request.ids[: request.prompt_len].tolist(), None
+        growing, stop = None, request.params.stop
         try:
-            if self._text is not None:
-                growing = Growing(self._text, prompt, request.params.stop)
+            if self._text is not None and (request.wants_text or stop):
+                growing = Growing(self._text, request.ids[: request.prompt_len].tolist(), stop)
         except BaseException as error:  # a panic of a library in Rust is no Exception
             _fail(request, error)
         letter = self._letters[request.id] = _Letter(request, on_piece, growing, request.prompt_len)

@@ -38,6 +38,7 @@ class Request:
     total_len: int
     metrics: Metrics
     bad_words: Words = ()
+    wants_text: bool = True  # else its pieces have ids alone; stop strings are looked for in any case
     given_len: int = field(init=False)  # total_len when it came: prompt, and output that its caller has
     rule: Rule = field(init=False)
     guide: Guide | None = None  # of a request with a grammar
@@ -140,6 +141,7 @@ def new_request(
     grammar: Grammar | None = None,
     arrival: float | None = None,
     output_ids: Sequence[int] = (),
+    wants_text: bool = True,
 ) -> Request:
     """Check a tokenised prompt. Raises Refused; nothing has been queued then. encode: for bad_words.
     output_ids: the output so far, of a request that goes on."""
@@ -169,6 +171,7 @@ def new_request(
             num_prompt_tokens=prompt_len, arrival=time.perf_counter() if arrival is None else arrival
         ),
         bad_words=bad_words,
+        wants_text=wants_text,
     )
     _check_a_token_is_left(request.rule, bounds.vocab_size)
     if grammar is not None:

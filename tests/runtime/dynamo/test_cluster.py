@@ -50,6 +50,7 @@ def test_a_worker_killed_in_the_middle_of_streams_is_not_seen(cluster: Cluster, 
     assert not load.faults, load.faults[:3]
     until(lambda: not second.lives, "the drained worker's end")
     assert second.process.returncode == 0, second.log.read_text()[-2000:]
+    assert third.gauge("hemiola_healthy") == 1.0 and third.gauge("hemiola_generation_tokens_total")
     kinds = load.kinds({})
     assert kinds["same worker"] > kinds["another worker, nothing cached"], kinds
 

@@ -10,7 +10,9 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, ClassVar
+from unittest.mock import Mock
 
 import pytest
 from kit.router_index import RouterIndex
@@ -263,6 +265,24 @@ async def test_refusals_are_the_callers_fault_and_a_lost_engine_is_not(engine_di
 
 
 @running
+async def test_a_probe_of_a_busy_engine_waits_behind_its_requests(engine_dir: Path) -> None:
+    """Dynamo's patience with it ends after 3 s. It is answered when the engine moves, and not before."""
+    async with Worker(engine_dir) as worker:
+        engine, llm = worker.engine, worker.llm
+        assert llm is not None
+        payload, submit, found = await engine.health_check_payload(), Mock(wraps=llm.submit), llm.load()
+        llm.submit = submit
+        assert [chunk async for chunk in engine.generate(payload, Call())][-1]["finish_reason"] == "length"
+        assert submit.call_count == 1, "the engine was idle, and said a token"
+        llm.load = Mock(return_value=found._replace(num_running=1, stalled_s=5.0))
+        probe = asyncio.ensure_future(anext(engine.generate(payload, Call())))
+        await until(lambda: llm.load.call_count > 4)
+        assert not probe.done()
+        llm.load.return_value = found._replace(num_running=1, stalled_s=0.0)
+        assert (await probe)["finish_reason"] == "stop" and submit.call_count == 1
+
+
+@running
 async def test_more_requests_than_may_wait_are_refused(engine_dir: Path) -> None:
     async with Worker(engine_dir, max_queue=1, max_rows=1) as worker:
         streams = [worker.ask(Call(str(n)), max_tokens=100) for n in range(2)]
@@ -360,6 +380,45 @@ async def test_events_and_loads_follow_the_cache(engine_dir: Path) -> None:
         await until(lambda: heard.events[-1]["type"] == "removed")
         await until(lambda: heard.loads[-1].kv_used_blocks == 0)
         assert heard.loads[0].kv_total_blocks == llm.load().num_pages
+
+
+@running
+async def test_the_engines_metrics_stand_in_dynamos_page(engine_dir: Path) -> None:
+    """By outcome: two whole, one refused, one whose reader left, one for which there was no room."""
+    pages: list[Callable[[], str]] = []
+    metrics = SimpleNamespace(
+        auto_labels={"model": "/folder", "model_name": 'a "b"', "worker_id": "7f"},
+        register_prometheus_expfmt_callback=pages.append,
+    )
+    async with Worker(engine_dir, max_queue=0, max_rows=1) as worker:
+        await worker.engine.register_prometheus(metrics)
+        whole = [chunk async for chunk in worker.ask()]
+        rest = worker.ask(
+            token_ids=[*PROMPT, *joined(whole[:2])],
+            migration_link=whole[1]["worker_trace_link"],
+            max_tokens=12 - len(joined(whole[:2])),
+        )
+        assert [chunk async for chunk in rest]
+        with pytest.raises(Invalid):
+            await anext(worker.ask(token_ids=[99999]))
+        stream = worker.ask(max_tokens=200)
+        await anext(stream)
+        with pytest.raises(Full):
+            await anext(worker.ask(Call("b")))
+        await stream.aclose()
+        (page,) = pages
+        lines = dict(line.rsplit(" ", 1) for line in page().splitlines() if line[0] != "#")
+    own = r'model="/folder",model_name="a \"b\"",worker_id="7f"'
+    counts = {"success": 2, "cancelled": 1, "invalid": 1, "rejected": 1, "error": 0, "timeout": 0}
+    found = {name: float(lines[f'hemiola_requests_total{{{own},outcome="{name}"}}']) for name in counts}
+    assert found == counts
+    assert float(lines[f"hemiola_prompt_tokens_total{{{own}}}"]) == 3 * len(PROMPT)
+    assert float(lines[f"hemiola_time_to_first_token_seconds_count{{{own}}}"]) == 2
+    later = 11 + 12 - len(joined(whole[:2])) - 1
+    assert float(lines[f"hemiola_inter_token_latency_seconds_count{{{own}}}"]) == later
+    (vllm,) = (name for name in lines if name.startswith("vllm:num_requests_running{"))
+    assert r'model_name="a \"b\""' in vllm and 'engine="0"' in vllm
+    assert "# TYPE hemiola_time_to_first_token_seconds histogram" in page()
 
 
 @running

@@ -1,10 +1,12 @@
 """What `hemiola dynamo-worker` refuses before it opens an engine: each in one line."""
 
+import os
 import socket
 from collections.abc import Callable
 from importlib import metadata, util
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 from kit.cluster import free_port
@@ -64,3 +66,19 @@ def test_a_system_port_that_is_taken_is_refused_before_the_engine_opens(
         monkeypatch.setenv("DYN_SYSTEM_PORT", str(port))
         line = refused(hemiola, engine_dir)
     assert f"DYN_SYSTEM_PORT: cannot listen on 127.0.0.1:{port}" in line and "choose another port" in line
+
+
+def test_a_store_that_cannot_be_written_is_refused_before_the_engine_opens(
+    hemiola: Command, engine_dir: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(worker, "load_binding", lambda: None)
+    monkeypatch.setattr(worker, "make_card", Mock(side_effect=AssertionError))
+    monkeypatch.setenv("DYN_DISCOVERY_BACKEND", "file")
+    (tmp_path / "store").touch()
+    for name in ("store", "store/below"):
+        monkeypatch.setenv("DYN_FILE_KV", str(tmp_path / name))
+        line = refused(hemiola, engine_dir)
+        assert f"DYN_FILE_KV: {tmp_path / name} cannot be written" in line and "name a folder" in line
+    monkeypatch.setenv("DYN_FILE_KV", str(tmp_path / "mine"))
+    monkeypatch.setattr(os, "access", lambda path, mode: False)
+    assert "cannot be written (Permission denied)" in refused(hemiola, engine_dir)

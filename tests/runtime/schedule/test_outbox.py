@@ -2,6 +2,7 @@
 
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 from tokenizers import Tokenizer, decoders, models
@@ -23,9 +24,9 @@ def outbox(tmp_path: Path) -> Outbox:
     return Outbox(Text(tmp_path))
 
 
-def opened(outbox: Outbox, **params: object) -> Request:
+def opened(outbox: Outbox, wants_text: bool = True, **params: object) -> Request:
     bounds = Bounds(max_len=90, built_max_len=90, vocab_size=26, eos_ids=())
-    request = new_request(1, [0, 1], SamplingParams(max_tokens=50, **params), bounds)
+    request = new_request(1, [0, 1], SamplingParams(max_tokens=50, **params), bounds, wants_text=wants_text)
     outbox.open(request, lambda piece: None)
     return request
 
@@ -87,3 +88,15 @@ def test_the_first_steps_several_tokens_have_one_time(
     assert piece.finish_reason == "stop" and piece.metrics is request.metrics
     assert request.metrics.num_output_tokens == 6, "tokens behind a stop string are none"
     assert request.metrics.time_per_output_token == pytest.approx(1 / 5)
+
+
+@pytest.mark.parametrize(("stop", "ids"), [((), [23, 24, 25, 23]), (("yz",), [23, 24, 25])])
+def test_who_wants_no_text_has_no_part_of_it_made_and_is_stopped_all_the_same(
+    outbox: Outbox, monkeypatch: pytest.MonkeyPatch, stop: tuple[str, ...], ids: list[int]
+) -> None:
+    if not stop:
+        monkeypatch.setattr(Text, "decode", Mock(side_effect=AssertionError))
+    request = opened(outbox, wants_text=False, stop=stop)
+    piece = say(outbox, request, "xyzx")
+    assert (piece.token_ids, piece.error) == (ids, None)
+    assert piece.finish_reason == ("stop" if stop else None)
