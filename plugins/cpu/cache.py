@@ -1,6 +1,5 @@
 """Where compiled kernels are kept: by what they are made of, never by the path of their source."""
 
-import atexit
 import grp
 import hashlib
 import logging
@@ -10,7 +9,6 @@ import re
 import shutil
 import stat
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
@@ -35,8 +33,8 @@ log = logging.getLogger("hemiola")
 config: Any = _config  # numba makes its settings at run time
 
 
-def cache_dir() -> Path:
-    """A folder of the user's for kernels of this kind of CPU, by these compilers."""
+def cache_dir() -> Path | None:
+    """A folder of the user's for kernels of this kind of CPU, by these compilers; None: nothing is kept."""
     made_by = repr((CPU, sys.version_info[:2], numba.__version__, llvmlite.__version__))
     try:
         root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
@@ -55,9 +53,7 @@ def cache_dir() -> Path:
             return folder
     except (OSError, RuntimeError):  # no home, or one that cannot be written
         pass
-    folder = Path(tempfile.mkdtemp(prefix="hemiola-kernels-"))  # compiled once per process
-    atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    return folder
+    return None
 
 
 def _of_others(folders: Sequence[Path]) -> Path | None:
@@ -132,8 +128,9 @@ def is_kept(function: Callable[..., Any], root: Path) -> bool:
 @lru_cache
 def _use(folder: Path) -> None:
     """This process uses this version of a module's kernels; the oldest versions go."""
-    folder.mkdir(parents=True, exist_ok=True)
-    os.utime(folder)
+    with suppress(OSError):  # the disk is full, which matters only where there is something to keep
+        folder.mkdir(parents=True, exist_ok=True)
+        os.utime(folder)
     name = folder.name.rpartition("-")[0]
     versions = sorted(folder.parent.glob(f"{name}-{'[0-9a-f]' * 16}"), key=_last_used, reverse=True)
     _remove(versions[KEPT_VERSIONS:], RECENT_SECONDS)
