@@ -46,7 +46,7 @@ FORMAT = 12
 FILE = "manifest.json"
 NARROW = {"float8_e4m3fn", "uint8"}  # dtypes of pages alone
 Target = Literal["torch", "onnxruntime", "tensorrt-rtx", "tensorrt"]
-MOST_BYTES = 2**26  # of a manifest; one of 100 layers and 7 architectures has some 2**21
+MOST_BYTES = 2**24  # of a manifest; one of 100 layers and 7 architectures has some 2**21
 MOST_PAGES = 2**24  # that all rows of a step can name, and so the entries of a table on the host
 
 

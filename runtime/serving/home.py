@@ -12,6 +12,8 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
+from hemiola.runtime.errors import Refused
+
 PREFIX = "hemiola-serve-"
 OWNER = "owner"  # a file that is locked while the folder's owner lives, by the kernel's word
 SHARED_OWNER = f"-{OWNER}"  # ends the name of another in shared memory, for the folder may be gone
@@ -68,11 +70,16 @@ def _shared_owner(path: Path) -> Path:
 
 
 def _own(owner: Path) -> int:
-    """The lock of a file that is made; again, if somebody's remove_stale came in between."""
+    """The lock of a file that is made; again, if somebody's remove_stale came in between. Raises Refused
+    where another user was sooner, who may see the folder's name in /tmp."""
     lock = None
     while lock is None:
-        owner.touch(mode=0o600)
+        with contextlib.suppress(FileExistsError):
+            os.close(os.open(owner, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
         lock = _lock(owner)
+        if lock is None and os.path.lexists(owner) and not _is_ours(owner, stat.S_ISREG):
+            message = f"{owner} is another user's, or a link"
+            raise Refused("in_use", message=message, way_out="start again")
     return lock
 
 
