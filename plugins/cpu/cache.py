@@ -37,10 +37,13 @@ def cache_dir() -> Path | None:
     """A folder of the user's for kernels of this kind of CPU, by these compilers; None: nothing is kept."""
     made_by = repr((CPU, sys.version_info[:2], numba.__version__, llvmlite.__version__))
     try:
-        root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+        root = Path(os.environ.get("XDG_CACHE_HOME") or ".")
+        if not root.is_absolute():  # in the folder that somebody is in, which may be a stranger's
+            root = Path.home() / ".cache"
         folder = root / "hemiola" / "kernels" / hashlib.sha256(made_by.encode()).hexdigest()[:16]
         folder.mkdir(parents=True, exist_ok=True)
-        if stranger := _of_others((root, root / "hemiola", folder.parent, folder)):
+        above = [*reversed(root.resolve().parents), *reversed(root.parents)]
+        if stranger := _of_others((*above, root, root / "hemiola", folder.parent, folder)):
             log.warning(
                 "others may write to %s, so compiled kernels are not kept there; %s", stranger, WAY_OUT
             )
@@ -57,9 +60,8 @@ def cache_dir() -> Path | None:
 
 
 def _of_others(folders: Sequence[Path]) -> Path | None:
-    """The first of these, each in the one before, where somebody else may put files. numba runs what it finds
-    there, so it must be the user's own or root's; in those above the last, others may have files of their
-    own."""
+    """The first of these where somebody else may put files. numba runs what it finds in the last, so it must
+    be the user's own or root's; in those above, which lead there, others may have files of their own."""
     for folder in folders:
         status = folder.stat()
         mode = status.st_mode

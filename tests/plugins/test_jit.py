@@ -188,7 +188,18 @@ def test_cache_dir_is_in_the_home_without_xdg(tmp_path: Path, monkeypatch: pytes
         assert cache.cache_dir().is_relative_to(tmp_path / ".cache" / "hemiola")
 
 
-LEVELS = [".", "hemiola", "hemiola/kernels", "own"]
+def test_kernels_are_loaded_from_the_folder_that_somebody_is_in(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("XDG_CACHE_HOME", "cache")
+    (tmp_path / "stranger").mkdir()
+    monkeypatch.chdir(tmp_path / "stranger")
+    assert (found := cache.cache_dir()) and found.is_relative_to(tmp_path / "home")
+    assert not list((tmp_path / "stranger").iterdir())
+
+
+LEVELS = ["..", ".", "hemiola", "hemiola/kernels", "own"]
 
 
 @pytest.mark.parametrize("level", LEVELS)
@@ -198,7 +209,7 @@ def test_kernels_are_loaded_from_a_folder_that_others_write_to(
 ) -> None:
     """They are pickles: who may write them runs code in our name."""
     own, real = cache.cache_dir(), cache._owners
-    folder = own if level == "own" else home / "cache" / level
+    folder = {"own": own, "..": home}.get(level, home / "cache" / level)
     if how == "owner":
         theirs = {os.geteuid() + 1}
         monkeypatch.setattr(cache, "_owners", lambda path: theirs if path == folder else real(path))
