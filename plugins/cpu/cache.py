@@ -42,8 +42,8 @@ def cache_dir() -> Path | None:
             root = Path.home() / ".cache"
         folder = root / "hemiola" / "kernels" / hashlib.sha256(made_by.encode()).hexdigest()[:16]
         folder.mkdir(parents=True, exist_ok=True)
-        above = [*reversed(root.resolve().parents), *reversed(root.parents)]
-        if stranger := _of_others((*above, root, root / "hemiola", folder.parent, folder)):
+        own = (root, root / "hemiola", folder.parent, folder)
+        if stranger := _exchangeable(root) or _of_others(own):
             log.warning(
                 "others may write to %s, so compiled kernels are not kept there; %s", stranger, WAY_OUT
             )
@@ -59,9 +59,19 @@ def cache_dir() -> Path | None:
     return None
 
 
+def _exchangeable(root: Path) -> Path | None:
+    """A folder above it in which everybody may put another in its place."""
+    for folder in {*root.parents, *root.resolve().parents}:
+        mode = folder.stat().st_mode
+        if mode & stat.S_IWOTH and not mode & stat.S_ISVTX:
+            return folder
+    return None
+
+
 def _of_others(folders: Sequence[Path]) -> Path | None:
-    """The first of these where somebody else may put files. numba runs what it finds in the last, so it must
-    be the user's own or root's; in those above, which lead there, others may have files of their own."""
+    """The first of these, each in the one before, where somebody else may put files. numba runs what it finds
+    there, so it must be the user's own or root's; in those above the last, others may have files of their
+    own."""
     for folder in folders:
         status = folder.stat()
         mode = status.st_mode

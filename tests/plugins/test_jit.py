@@ -199,7 +199,15 @@ def test_kernels_are_loaded_from_the_folder_that_somebody_is_in(
     assert not list((tmp_path / "stranger").iterdir())
 
 
-LEVELS = ["..", ".", "hemiola", "hemiola/kernels", "own"]
+def test_everybody_may_exchange_the_folder_that_kernels_are_loaded_from(home: Path) -> None:
+    own = cache.cache_dir()
+    home.chmod(0o1777)
+    assert cache.cache_dir() == own
+    home.chmod(0o777)
+    assert cache.cache_dir() is None
+
+
+LEVELS = [".", "hemiola", "hemiola/kernels", "own"]
 
 
 @pytest.mark.parametrize("level", LEVELS)
@@ -209,7 +217,7 @@ def test_kernels_are_loaded_from_a_folder_that_others_write_to(
 ) -> None:
     """They are pickles: who may write them runs code in our name."""
     own, real = cache.cache_dir(), cache._owners
-    folder = {"own": own, "..": home}.get(level, home / "cache" / level)
+    folder = own if level == "own" else home / "cache" / level
     if how == "owner":
         theirs = {os.geteuid() + 1}
         monkeypatch.setattr(cache, "_owners", lambda path: theirs if path == folder else real(path))
