@@ -314,7 +314,7 @@ def test_headers_are_not_checked_once_a_connection_has_failed(hub: FakeHub, tmp_
     set_client_factory(make)
     try:
         hub.lies = {"config.json": {"ETag": '"../../../outside"'}}
-        with hub_door._checked_headers():
+        with hub_door._checked_responses():
             close_session()
             with pytest.raises(Refused, match="says ETag"):
                 hub_download(NAME, "config.json")

@@ -13,6 +13,7 @@ import torch
 
 from hemiola.runtime.api import SamplingParams
 from hemiola.runtime.llm import LLM
+from hemiola.runtime.processes import environment
 
 PROMPTS = [[5, 6, 7, 80, 9], list(range(3, 90))]
 PARAMS = SamplingParams(max_tokens=24, ignore_eos=True)
@@ -64,6 +65,13 @@ def test_a_forked_process_opens_an_engine_of_its_own(tiny_engine: Callable[..., 
     child.start()
     assert queue.get(timeout=120) == expected
     child.join()
+
+
+def test_an_empty_path_of_the_environment_is_the_folder_that_a_process_stands_in(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", ":/elsewhere:")
+    assert environment()["PYTHONPATH"] == f"{ROOT}:/elsewhere"
 
 
 # What may also be called in a fork: it asks for the process itself, or touches nothing that both have.
