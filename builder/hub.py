@@ -13,6 +13,7 @@ import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -208,9 +209,7 @@ def _check_response(response: Any) -> None:
     _check_headers(response)
     if response.status_code in TOO_MANY:
         _check_wait(response)
-    is_file = response.request.method == "GET" and response.status_code in (200, 206)
-    if not is_file or "/api/" in response.request.url.path:
-        _read(response)
+    response.read = partial(_read, response)  # files are not read whole: their bar counts
 
 
 def _check_headers(response: Any) -> None:
@@ -233,8 +232,10 @@ def _check_wait(response: Any) -> None:
         raise Refused("failed", message=message, way_out="build again then; files that have come are kept")
 
 
-def _read(response: Any) -> None:
-    """What is no file is read whole, so it has a size and an end."""
+def _read(response: Any) -> bytes:
+    """What is read whole has a size and an end."""
+    if hasattr(response, "_content"):
+        return response.content
     content, end = bytearray(), time.monotonic() + READ_S
     for part in response.iter_bytes(2**16):
         content += part
@@ -242,7 +243,8 @@ def _read(response: Any) -> None:
             raise _malformed(f"answers more than {MOST_ANSWER} bytes")
         if time.monotonic() > end:
             raise _malformed(f"has not ended its answer in {READ_S:.0f} s")
-    response._content = bytes(content)  # where the response itself puts it
+    response._content = bytes(content)  # where its own `read` puts it
+    return response.content
 
 
 def _malformed(what: str) -> Refused:
