@@ -47,6 +47,14 @@ class Home:
             os.close(lock)
 
 
+def hide(beats: Path) -> None:
+    """The regions in shared memory of the server whose folder of heartbeats this is. Requests and answers pass
+    through them, and tritonserver lets everybody on the machine read them, whatever the umask is."""
+    for path in beats.parent.glob(f"{glob.escape(beats.name.removesuffix('beats'))}*"):
+        if _is_ours(path, stat.S_ISREG):
+            path.chmod(0o600)
+
+
 def remove_stale() -> None:
     """What is left of servers whose owners are dead."""
     for path in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):

@@ -188,7 +188,6 @@ class Server:
             stderr=subprocess.STDOUT,
             text=True,
             errors="replace",
-            umask=0o077,  # requests pass through files in shared memory
             start_new_session=True,  # Ctrl-C is for us; we forward it once
         )
         self._log = Log(self._process, self.printer, self._log_verbose)
