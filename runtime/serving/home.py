@@ -48,7 +48,7 @@ class Home:
 
 
 def hide(beats: Path) -> None:
-    """The regions in shared memory of the server whose folder of heartbeats this is. Requests and answers pass
+    """The regions in shared memory of the server with this folder of heartbeats. Requests and answers pass
     through them, and tritonserver lets everybody on the machine read them, whatever the umask is."""
     for path in beats.parent.glob(f"{glob.escape(beats.name.removesuffix('beats'))}*"):
         if _is_ours(path, stat.S_ISREG):
