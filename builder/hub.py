@@ -48,6 +48,7 @@ READ_S = 60.0  # seconds in which it must have come
 TOO_MANY = (408, 429, 500, 502, 503, 504)  # after which huggingface_hub asks again
 LONGEST_WAIT = 3  # digits of the seconds that it may be told to wait; huggingface.co counts in 300
 SLACK = 2**26  # bytes beyond a file's size after which a download has no end
+BLANKS = {ord("\t"): " ", 0xA0: " "}  # they move no cursor
 JOINED = ("ETag", "X-Linked-ETag", "X-Repo-Commit")
 PART_OF_A_PATH = re.compile(r'(W/)?"?[\w:;,+=~-][\w.:;,+=~-]{0,199}"?', re.ASCII)
 COMMIT = re.compile(r"\w{1,200}", re.ASCII)
@@ -216,7 +217,7 @@ def _check_headers(response: Any) -> None:
     """huggingface_hub joins some to paths of its cache as they come, so a Hub could name any file, and logs
     others."""
     for header, value in response.headers.items():
-        if not value.isprintable():
+        if not value.translate(BLANKS).isprintable():
             raise _malformed(f"says {header} {value[:60]!r}, which has control characters")
     for header in JOINED if response.request.method == "HEAD" else ():
         value = response.headers.get(header)
