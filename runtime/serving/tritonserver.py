@@ -127,8 +127,8 @@ def locked(control_key: str) -> list[str]:
     Over gRPC: a load that came over HTTP holds one of its threads, and loses what that thread's event streams
     have to say meanwhile, their ends included.
 
-    Everybody on the machine can read a command line, and who may set where logs and traces go can write any
-    file of the user's. So nobody's key is one that no request can bring.
+    Everybody on the machine can read a command line, and who may register shared memory reaches what the user
+    has there. So nobody's key is one that no request can bring.
     """
     names, nobody = "shared-memory,trace,logging", f"{KEY_HEADER}={secrets.token_hex(UNSENDABLE // 2)}"
     if not control_key:
