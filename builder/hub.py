@@ -9,9 +9,11 @@ import errno
 import re
 import shutil
 import sys
+import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +43,12 @@ from hemiola.runtime.progress import FETCHING, Report, size
 CONFIG = "config.json"
 SMALL = (CONFIG, "generation_config.json", MODELOPT, INDEX, *TOKENIZER_FILES)
 MOST_SMALL = 2**27  # bytes of each; the largest known, a tokenizer, has 35 MB
+MOST_ANSWER = 2**24  # bytes of an answer that is no file; a description of 10,000 files has 2 MB
+READ_S = 60.0  # seconds in which it must have come
+TOO_MANY = (408, 429, 500, 502, 503, 504)  # after which huggingface_hub asks again
+LONGEST_WAIT = 3  # digits of the seconds that it may be told to wait; huggingface.co counts in 300
 SLACK = 2**26  # bytes beyond a file's size after which a download has no end
+BLANKS = {ord("\t"): " ", 0xA0: " "}  # they move no cursor
 JOINED = ("ETag", "X-Linked-ETag", "X-Repo-Commit")
 PART_OF_A_PATH = re.compile(r'(W/)?"?[\w:;,+=~-][\w.:;,+=~-]{0,199}"?', re.ASCII)
 COMMIT = re.compile(r"\w{1,200}", re.ASCII)
@@ -198,17 +205,56 @@ def _unreachable(error: Exception) -> str:
     return f"{constants.ENDPOINT} cannot be reached ({type(error).__name__}: {one_line(error)})"
 
 
+def _check_response(response: Any) -> None:
+    """Before huggingface_hub believes it."""
+    _check_headers(response)
+    if response.status_code in TOO_MANY:
+        _check_wait(response)
+    response.read = partial(_read, response)  # files are not read whole: their bar counts
+
+
 def _check_headers(response: Any) -> None:
-    """huggingface_hub joins these to paths of its cache as they come, so a Hub could name any file."""
+    """huggingface_hub joins some to paths of its cache as they come, so a Hub could name any file, and logs
+    others."""
+    for header, value in response.headers.items():
+        if not value.translate(BLANKS).isprintable():
+            raise _malformed(f"says {header} {value[:60]!r}, which has control characters")
     for header in JOINED if response.request.method == "HEAD" else ():
         value = response.headers.get(header)
         if value is not None and not PART_OF_A_PATH.fullmatch(value):
-            message = f"{constants.ENDPOINT} says {header} {value[:60]}, which is no part of a file's name"
-            raise Refused("malformed", message=one_line(message), way_out="set HF_ENDPOINT to another Hub")
+            raise _malformed(f"says {header} {value[:60]}, which is no part of a file's name")
+
+
+def _check_wait(response: Any) -> None:
+    """huggingface_hub sleeps for as long as it is told."""
+    told = " ".join(response.headers.get(name, "") for name in ("Retry-After", "ratelimit"))
+    if longest := [number for number in re.findall("[0-9]+", told) if len(number) > LONGEST_WAIT]:
+        message = f"{constants.ENDPOINT} asks to come back in {longest[0][:60]} s"
+        raise Refused("failed", message=message, way_out="build again then; files that have come are kept")
+
+
+def _read(response: Any) -> bytes:
+    """What is read whole has a size and an end."""
+    if hasattr(response, "_content"):
+        return response.content
+    content, end = bytearray(), time.monotonic() + READ_S
+    for part in response.iter_bytes(2**16):
+        content += part
+        if len(content) > MOST_ANSWER:
+            raise _malformed(f"answers more than {MOST_ANSWER} bytes")
+        if time.monotonic() > end:
+            raise _malformed(f"has not ended its answer in {READ_S:.0f} s")
+    response._content = bytes(content)  # where its own `read` puts it
+    return response.content
+
+
+def _malformed(what: str) -> Refused:
+    message = one_line(f"{constants.ENDPOINT} {what}")
+    return Refused("malformed", message=message, way_out="set HF_ENDPOINT to another Hub")
 
 
 @contextmanager
-def _checked_headers() -> Iterator[None]:
+def _checked_responses() -> Iterator[None]:
     """Of all that is asked meanwhile. huggingface_hub has one client, and closes it where a connection fails:
     the next is checked, too."""
     checked: list[Any] = []
@@ -221,7 +267,7 @@ def _checked_headers() -> Iterator[None]:
             close()
             check_next()
 
-        client.event_hooks["response"].append(_check_headers)
+        client.event_hooks["response"].append(_check_response)
         client.close = close_and_go_on
         checked.append(client)
 
@@ -230,7 +276,7 @@ def _checked_headers() -> Iterator[None]:
         yield
     finally:
         for client in checked:
-            client.event_hooks["response"].remove(_check_headers)
+            client.event_hooks["response"].remove(_check_response)
             del client.close
 
 
@@ -238,7 +284,7 @@ def _checked_headers() -> Iterator[None]:
 def _in_one_line(repo: str, revision: str | None) -> Iterator[None]:
     """What huggingface_hub raises."""
     try:
-        with _checked_headers():
+        with _checked_responses():
             yield
     except Refused:
         raise

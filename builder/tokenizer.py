@@ -50,9 +50,13 @@ def copy_tokenizer(source: Path, folder: Path) -> None:
     if isinstance(template, list):  # several named ones
         named = [entry for entry in template if isinstance(entry, dict) and entry.get("name") == "default"]
         template = named[0].get("template") if named else None
-    if isinstance(template, str) and not (folder / "chat_template.jinja").exists():
+    made = folder / "chat_template.jinja"
+    if isinstance(template, str) and not made.exists():
         try:
-            (folder / "chat_template.jinja").write_text(template, encoding="utf-8")
+            made.write_text(template, encoding="utf-8")
         except UnicodeEncodeError as error:
             message = f"{config}: chat_template is not Unicode ({one_line(error)})"
             raise Refused("malformed", message=message, way_out="correct it") from None
+        if (size := made.stat().st_size) > (most := FILES[made.name]):
+            message = f"{config}: chat_template has {size} bytes, at most {most} are read"
+            raise Refused("too_long", message=message, way_out="use another checkpoint")

@@ -2,6 +2,7 @@
 
 import itertools
 import logging
+import os
 import time
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
@@ -25,6 +26,7 @@ from hemiola.runtime.device.followers import FollowerProcesses
 from hemiola.runtime.device.memory import free_bytes
 from hemiola.runtime.errors import Name, Refused
 from hemiola.runtime.open import open_loop, open_text, packed_form, shown_sizes, start_followers
+from hemiola.runtime.processes import only_here
 from hemiola.runtime.progress import READY, Report, show
 from hemiola.runtime.same_bits import load_same_bits
 from hemiola.runtime.schedule.carrier import Carrier
@@ -92,7 +94,8 @@ class LLM:
         log.info("%s", shown_sizes(self.config, self.manifest, free))
         given = engine_dir, self.manifest, self.config, self._text, device, report, followers
         self._loop = open_loop(*given)
-        weakref.finalize(self, self._loop.close)  # when forgotten, and at exit
+        self._pid = os.getpid()
+        weakref.finalize(self, only_here(self._loop.close))  # when forgotten, and at exit
         self._request_ids = itertools.count(1)
         self._bounds = Bounds(
             self.config.max_len,
@@ -298,6 +301,7 @@ class LLM:
         arrival = time.perf_counter() if arrival is None else arrival  # before the prompt is tokenized
         if not isinstance(params, SamplingParams):
             raise Refused("wrong_type", "params", type(params), way_out="pass a SamplingParams")
+        self._loop.check_open()  # before a grammar is compiled
         if params.prompt_logprobs is not None:
             self._check_scoring()
         if params.stop:
@@ -328,7 +332,9 @@ class LLM:
 
     def close(self, drain: bool = False) -> None:
         """Cancel (or with drain: finish) what runs, end the thread and give all memory back: before it
-        returns, or from on_piece soon after. Safe to call twice."""
+        returns, or from on_piece soon after. Safe to call twice. A fork leaves its parent's engine alone."""
+        if os.getpid() != self._pid:
+            return
         self._loop.close(drain)
         if self._grammars is not None:
             self._grammars.close()

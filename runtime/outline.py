@@ -20,7 +20,7 @@ from hemiola.runtime.options import MOST_STEP_TOKENS, TP_SIZES
 
 FORMAT = 12
 FILE = "manifest.json"
-MOST_BYTES = 2**26  # of a manifest; one of 100 layers and 7 architectures has some 2**21
+MOST_BYTES = 2**24  # of a manifest; one of 100 layers and 7 architectures has some 2**21
 ITEM_BYTES = {
     "float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1, "uint8": 1, "int32": 4,
 }  # fmt: skip

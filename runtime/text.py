@@ -21,6 +21,7 @@ MOST_DOUBTFUL = 16  # parts of messages that a template may not read: each costs
 LABELS = {"role", "content", "name", "tool_call_id", "reasoning_content"}  # good templates drop some of them
 AGAIN = "run build-engine again"
 EXAMPLE = "[{'role': 'user', 'content': TEXT}]"
+MOST_SPECIAL = 2**16  # characters of special tokens, which a template may repeat
 LONG_TEXT = 4096  # characters; shorter ones are encoded before another thread could wake
 LOOK_BACK = 6  # tokens before the text, so that a decoder sees where a word begins
 LONG_WINDOW = 32  # tokens; half of them hold more than the 3 bytes and 3 characters that may yet change
@@ -46,6 +47,9 @@ class Text:
         if not isinstance(content, dict):
             raise Refused("damaged", message=f"{config} is no JSON object", way_out=AGAIN)
         self.special = {name: text for name, text in map(_special, content.items()) if text is not None}
+        if (size := sum(map(len, [*self.special, *self.special.values()]))) > MOST_SPECIAL:
+            message = f"{config} names special tokens of {size} characters, at most {MOST_SPECIAL} are read"
+            raise Refused("damaged", message=message, way_out=AGAIN)
         template = folder / "chat_template.jinja"
         try:
             self.template = template.read_text(encoding="utf-8") if template.is_file() else None

@@ -12,8 +12,9 @@ from tokenizers.pre_tokenizers import ByteLevel
 
 from hemiola.runtime.errors import one_line
 
-# Bytes of each file at most; the largest known have 35 MB, 1 MB and 0.1 MB.
-FILES = {"tokenizer.json": 2**27, "tokenizer_config.json": 2**26, "chat_template.jinja": 2**22}
+# Bytes of each file at most; the largest known have 35 MB, 1 MB and 0.1 MB. To compile a template takes up to
+# 2,000 bytes for each of its own.
+FILES = {"tokenizer.json": 2**26, "tokenizer_config.json": 2**24, "chat_template.jinja": 2**18}
 MARKS = {"<think>", "</think>", "<tool_call>", "</tool_call>", "<TOOLCALL>", "</TOOLCALL>"}
 SHRINKS = {"NFC": 4, "NFKC": 4, "NFD": 1, "NFKD": 1}  # characters that may become one
 # How many characters one may become by a step of a tokenizer, roughly; a step that is not here makes none.
@@ -22,6 +23,8 @@ GROWTH = {
     "NFKC": 4, "NFKD": 4, "Precompiled": 4,
 }  # fmt: skip
 MOST_GROWTH = 64  # by all steps of a kind
+MOST_AROUND = 2**12  # ids and their characters that one step puts around each text
+MOST_TOKEN = 2**12  # characters of one token, which an answer may repeat; the longest known have some 500
 STEPS = ("normalizers", "pretokenizers", "processors", "decoders")  # of a sequence
 
 
@@ -38,15 +41,23 @@ def panics_as_errors() -> Iterator[None]:
 
 def check_growth(tokenizer: Tokenizer) -> None:
     """Raises ValueError where the steps of a kind make far more of a text than it is: seven that write ten
-    letters for one make ten million."""
+    letters for one make ten million. So do long tokens, and many ids around each text."""
     kinds = ("normalizer", "pre_tokenizer", "post_processor", "decoder")
     for kind, part in ((kind, getattr(tokenizer, kind)) for kind in kinds):
-        steps = [] if part is None else _steps(json.loads(part.__getstate__()))
+        steps = [] if part is None else list(_steps(json.loads(part.__getstate__())))
         growth = math.prod(map(_growth, steps))
         if growth > MOST_GROWTH:
             raise ValueError(
                 f"its {kind} may turn one character into {growth:.3g}, at most {MOST_GROWTH} are allowed"
             )
+        if (around := max(map(_around, steps), default=0)) > MOST_AROUND:
+            raise ValueError(
+                f"its {kind} puts {around} ids and characters around each text, at most {MOST_AROUND} are"
+                " allowed"
+            )
+    longest = max(map(len, tokenizer.get_vocab(with_added_tokens=True)), default=0)
+    if longest > MOST_TOKEN:
+        raise ValueError(f"it has a token of {longest} characters, at most {MOST_TOKEN} are allowed")
 
 
 def _steps(entry: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
@@ -67,6 +78,15 @@ def _growth(step: Mapping[str, Any]) -> float:
             return sum("Sequence" in piece for piece in step["single"])
         case kind:
             return GROWTH.get(kind, 1)
+
+
+def _around(step: Mapping[str, Any]) -> int:
+    if step["type"] != "TemplateProcessing":
+        return 0
+    sizes = {
+        name: sum(1 + len(text) for text in own["tokens"]) for name, own in step["special_tokens"].items()
+    }
+    return sum(sizes[piece["SpecialToken"]["id"]] for piece in step["single"] if "SpecialToken" in piece)
 
 
 @panics_as_errors()

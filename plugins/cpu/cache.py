@@ -1,6 +1,5 @@
 """Where compiled kernels are kept: by what they are made of, never by the path of their source."""
 
-import atexit
 import grp
 import hashlib
 import logging
@@ -10,7 +9,6 @@ import re
 import shutil
 import stat
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
@@ -35,14 +33,17 @@ log = logging.getLogger("hemiola")
 config: Any = _config  # numba makes its settings at run time
 
 
-def cache_dir() -> Path:
-    """A folder of the user's for kernels of this kind of CPU, by these compilers."""
+def cache_dir() -> Path | None:
+    """A folder of the user's for kernels of this kind of CPU, by these compilers; None: nothing is kept."""
     made_by = repr((CPU, sys.version_info[:2], numba.__version__, llvmlite.__version__))
     try:
-        root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+        root = Path(os.environ.get("XDG_CACHE_HOME") or ".")
+        if not root.is_absolute():  # in the folder that somebody is in, which may be a stranger's
+            root = Path.home() / ".cache"
         folder = root / "hemiola" / "kernels" / hashlib.sha256(made_by.encode()).hexdigest()[:16]
         folder.mkdir(parents=True, exist_ok=True)
-        if stranger := _of_others((root, root / "hemiola", folder.parent, folder)):
+        own = (root, root / "hemiola", folder.parent, folder)
+        if stranger := _exchangeable(root) or _of_others(own):
             log.warning(
                 "others may write to %s, so compiled kernels are not kept there; %s", stranger, WAY_OUT
             )
@@ -55,9 +56,16 @@ def cache_dir() -> Path:
             return folder
     except (OSError, RuntimeError):  # no home, or one that cannot be written
         pass
-    folder = Path(tempfile.mkdtemp(prefix="hemiola-kernels-"))  # compiled once per process
-    atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    return folder
+    return None
+
+
+def _exchangeable(root: Path) -> Path | None:
+    """A folder above it in which everybody may put another in its place."""
+    for folder in {*root.parents, *root.resolve().parents}:
+        mode = folder.stat().st_mode
+        if mode & stat.S_IWOTH and not mode & stat.S_ISVTX:
+            return folder
+    return None
 
 
 def _of_others(folders: Sequence[Path]) -> Path | None:
@@ -132,8 +140,9 @@ def is_kept(function: Callable[..., Any], root: Path) -> bool:
 @lru_cache
 def _use(folder: Path) -> None:
     """This process uses this version of a module's kernels; the oldest versions go."""
-    folder.mkdir(parents=True, exist_ok=True)
-    os.utime(folder)
+    with suppress(OSError):  # the disk is full, which matters only where there is something to keep
+        folder.mkdir(parents=True, exist_ok=True)
+        os.utime(folder)
     name = folder.name.rpartition("-")[0]
     versions = sorted(folder.parent.glob(f"{name}-{'[0-9a-f]' * 16}"), key=_last_used, reverse=True)
     _remove(versions[KEPT_VERSIONS:], RECENT_SECONDS)

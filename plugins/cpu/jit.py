@@ -9,6 +9,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import cached_property, lru_cache
+from pathlib import Path
 from typing import Any
 
 import numba
@@ -22,7 +23,9 @@ _LOCK = threading.RLock()  # of numba's settings, and of what is compiled
 
 def helper(function: Callable[..., Any]) -> Callable[..., Any]:
     """A function that kernels call."""
-    return _cached(lambda: numba.njit(function, cache=True, error_model="numpy"))
+    made = _cached(lambda: numba.njit(function, cache=_CACHE_DIR is not None, error_model="numpy"))
+    _HELPERS.append(made)
+    return made
 
 
 class CFunction:
@@ -39,8 +42,8 @@ class CFunction:
         KERNELS.append(self)
 
     def is_kept(self) -> bool:
-        """Whether an earlier process has compiled it."""
-        return is_kept(self._function, _CACHE_DIR)
+        """Whether this process has compiled it, or an earlier one."""
+        return self._compiled is not None or (_CACHE_DIR is not None and is_kept(self._function, _CACHE_DIR))
 
     def compile(self) -> Any:
         """Do it now, if it has not been done by us or by an earlier process."""
@@ -62,17 +65,19 @@ class CFunction:
 
 
 KERNELS: list[CFunction] = []
+_HELPERS: list[Any] = []
 
 
 @lru_cache
 def _compile(signature: Any, function: Callable[..., None]) -> Any:
-    return numba.cfunc(signature, cache=True, error_model="numpy")(function)
+    return numba.cfunc(signature, cache=_CACHE_DIR is not None, error_model="numpy")(function)
 
 
 @lru_cache
 def _say_that_it_takes_long() -> None:
     """Once per process: there are about a hundred of them, and one was not kept."""
-    log.warning("compiling kernels for this CPU, once per user and machine; kept in %s", _CACHE_DIR)
+    often = "in each process" if _CACHE_DIR is None else f"once per user and machine; kept in {_CACHE_DIR}"
+    log.warning("compiling kernels for this CPU, %s", often)
 
 
 def prepare(report: Callable[[int, int], None] = lambda done, total: None) -> None:
@@ -80,36 +85,60 @@ def prepare(report: Callable[[int, int], None] = lambda done, total: None) -> No
 
     report: gets how many of the missing kernels are compiled, and how many were missing."""
     missing = [kernel for kernel in KERNELS if not kernel.is_kept()]
+    for kernel in KERNELS:
+        if kernel not in missing:  # before the disk turns out to be full
+            kernel.compile()
     for done, kernel in enumerate(missing):
         report(done, len(missing))
         kernel.compile()
         report(done + 1, len(missing))
-    for kernel in KERNELS:
-        kernel.compile()
 
 
 def _cached(compile_: Callable[[], Any]) -> Any:
     """With numba told where to look for what is compiled already, and for these functions only."""
     with _LOCK:
+        if _CACHE_DIR is None:
+            return compile_()
         before = config.CACHE_DIR, config.CACHE_LOCATOR_CLASSES
         config.CACHE_DIR, config.CACHE_LOCATOR_CLASSES = str(_CACHE_DIR), LOCATOR
         try:
-            return compile_()
-        except (pickle.UnpicklingError, EOFError, ValueError, RuntimeError, LookupError) as error:
-            log.warning("compiled kernels in %s are damaged (%s): they are made again", _CACHE_DIR, error)
-            for file in [file for file in _CACHE_DIR.rglob("*.nb[ci]") if file.is_file()]:
-                file.unlink(missing_ok=True)
+            return _unless_damaged(compile_, _CACHE_DIR)
+        except OSError as error:
+            _keep_nothing(error)
             return compile_()
         finally:
             config.CACHE_DIR, config.CACHE_LOCATOR_CLASSES = before
+
+
+def _unless_damaged(compile_: Callable[[], Any], folder: Path) -> Any:
+    """Else again, from nothing."""
+    try:
+        return compile_()
+    except (pickle.UnpicklingError, EOFError, ValueError, RuntimeError, LookupError) as error:
+        log.warning("compiled kernels in %s are damaged (%s): they are made again", folder, error)
+        for file in [file for file in folder.rglob("*.nb[ci]") if file.is_file()]:
+            file.unlink(missing_ok=True)
+        return compile_()
+
+
+def _keep_nothing(error: OSError) -> None:
+    """From here on; what was read goes on. A full disk is no reason to open no engine."""
+    global _CACHE_DIR
+    way_out = "free some room there, or set XDG_CACHE_HOME to another folder"
+    log.warning(
+        "compiled kernels cannot be kept in %s (%s); %s", _CACHE_DIR, error.strerror or error, way_out
+    )
+    _CACHE_DIR = None
+    for made in _HELPERS:
+        made._cache.disable()
 
 
 @contextmanager
 def _alone(name: str) -> Iterator[None]:
     """Of processes that want a kernel at once, one compiles it; the others wait, and load it."""
     try:
-        file = os.open(_CACHE_DIR / f"{name}.lock", os.O_RDWR | os.O_CREAT, 0o644)
-    except OSError:  # no place is left, or no right: numba will say so
+        file = os.open(f"{_CACHE_DIR or os.devnull}/{name}.lock", os.O_RDWR | os.O_CREAT, 0o644)
+    except OSError:  # nothing is kept, no place is left, or no right
         yield
         return
     try:

@@ -6,7 +6,6 @@ compiles, so what does not come through here never begins in the process that se
 """
 
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -17,6 +16,7 @@ from threading import Lock
 from typing import NamedTuple
 
 from hemiola.runtime.errors import Busy
+from hemiola.runtime.processes import environment, only_here
 
 PROGRAM = "hemiola.runtime.choose.trial_process"
 NOT_BY_GRAMMARS = {-signal.SIGKILL, -signal.SIGTERM, -signal.SIGALRM}  # how the process may also end
@@ -75,15 +75,14 @@ class Trial:
                 self._process.wait()
 
     def _start(self) -> "subprocess.Popen[bytes]":
-        paths = [path or os.getcwd() for path in sys.path]
         process = subprocess.Popen(
             [sys.executable, "-P", "-m", PROGRAM],
-            env=os.environ | {"PYTHONPATH": os.pathsep.join(paths)},
+            env=environment(),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
         )
-        self._end = weakref.finalize(self, _end, process)
+        self._end = weakref.finalize(self, only_here(_end), process)
         assert process.stdin is not None
         with suppress(BrokenPipeError):
             process.stdin.write(self._first_line)

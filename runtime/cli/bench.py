@@ -15,6 +15,7 @@ from hemiola.runtime.cli.options import given, made, only_engine, options_of, re
 from hemiola.runtime.cli.written import refuse_picture, refuse_unwritable
 from hemiola.runtime.errors import Refused
 from hemiola.runtime.options import ServeConfig
+from hemiola.runtime.processes import environment
 
 BUILT = ("max_len", "max_rows", "max_step_tokens", "drafts", "num_drafts")  # limits that build-engine asks
 
@@ -83,7 +84,8 @@ def _engine(engine_dir: Path | None, config: Path | None, options: Mapping[str, 
         limits = {name: options[name] for name in BUILT if isinstance(options.get(name), int | str)}
         for name, value in limits.items():
             command += [] if value == "auto" else [f"--{name.replace('_', '-')}", str(value)]
-        built = subprocess.run([sys.executable, "-P", "-m", "hemiola.builder", *command])
+        words = [sys.executable, "-P", "-m", "hemiola.builder", *command]
+        built = subprocess.run(words, env=environment())
         if built.returncode:
             raise SystemExit(built.returncode)  # it has said why, and before that how far it was
         yield engine

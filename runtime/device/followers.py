@@ -13,13 +13,13 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import hemiola
 from hemiola.runtime.arch import VISIBLE, visible_from
 from hemiola.runtime.device.host_units import Share
 from hemiola.runtime.device.ranks import BEAT, LANDED, MOVED, Digest, SharedMemory
 from hemiola.runtime.device.ring import NAP, RecordWriter
 from hemiola.runtime.device.windows import Windows
 from hemiola.runtime.errors import RankLost, Refused
+from hemiola.runtime.processes import environment
 
 COMMAND = [sys.executable, "-P", "-m", "hemiola.runtime.step.follower"]
 TICK = 0.1  # seconds between two looks at the followers
@@ -93,17 +93,15 @@ class FollowerProcesses:
     def _start(self, engine_dir: Path, rank: int) -> _Follower:
         """It inherits the memory and its bell, and ends when its stdin does."""
         bell = os.eventfd(0)
-        root = str(Path(hemiola.__file__).resolve().parents[1])
-        paths = [root, os.environ.get("PYTHONPATH", "")]
-        changed = {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
+        own = environment()
         if self._on_gpus:
-            changed[VISIBLE] = visible_from(rank)
+            own[VISIBLE] = visible_from(rank)
         process = subprocess.Popen(
             COMMAND,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             pass_fds=(self.memory.fd, bell),
-            env=os.environ | changed,
+            env=own,
             process_group=0,  # Ctrl-C is the leader's to handle
             text=True,
         )

@@ -22,6 +22,7 @@ from hemiola.runtime.device.lane import Lane, Mark
 from hemiola.runtime.device.lines import StateLines
 from hemiola.runtime.device.pinned import lock, unlock
 from hemiola.runtime.device.transfer import upload_ints
+from hemiola.runtime.processes import only_here
 
 AT_ONCE = 2**27  # bytes of the device that a copy may take in between
 MOST_LEAVING = 2**29  # bytes of the device that wait to be copied; beyond that, steps wait for them
@@ -67,7 +68,7 @@ class HostUnits:
         self._address = numbers.ctypes.data
         if device.type == "cuda":
             lock(self._address, numbers.nbytes)
-            self._unlock = weakref.finalize(self, unlock, self._address)  # before the memory goes
+            self._unlock = weakref.finalize(self, only_here(unlock), self._address)  # before the memory goes
         units = torch.from_numpy(numbers).view(self.num_units, share.size, self._own_bytes)
         self._numbers, self._units = numbers, units[:, share.rank]
 

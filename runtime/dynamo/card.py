@@ -2,7 +2,6 @@
 
 import json
 import os
-import shutil
 from hashlib import sha256
 from pathlib import Path
 
@@ -32,9 +31,14 @@ def make_card(engine_dir: Path, manifest: Manifest) -> Path:
     contents["config.json"] = json.dumps(config).encode()
     digest = sha256(repr(sorted(contents.items())).encode()).hexdigest()[:32]
     folder = _cache() / "dynamo" / digest
-    if not folder.is_dir():
+    if not all(_is_there(folder / name, content) for name, content in contents.items()):
         _write(folder, contents)
     return folder
+
+
+def _is_there(path: Path, content: bytes) -> bool:
+    """A machine that lost its power may have left a part."""
+    return path.is_file() and path.read_bytes() == content
 
 
 def _cache() -> Path:
@@ -49,7 +53,7 @@ def _write(folder: Path, contents: dict[str, bytes]) -> None:
         (made / name).write_bytes(content)
     try:
         made.rename(folder)
-    except OSError:
-        shutil.rmtree(made)
-        if not folder.is_dir():
-            raise
+    except OSError:  # it is there, damaged or made just now
+        for name in contents:
+            (made / name).replace(folder / name)
+        made.rmdir()

@@ -1,6 +1,7 @@
 """What other threads ask of the loop, in the order in which they asked."""
 
 import copy
+import os
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
@@ -10,7 +11,7 @@ from typing import Any
 
 from hemiola.runtime.api import OnPiece
 from hemiola.runtime.cache.prefix import PrefixCache
-from hemiola.runtime.errors import Failed
+from hemiola.runtime.errors import Failed, Refused
 from hemiola.runtime.schedule.request import Request
 
 
@@ -63,6 +64,7 @@ class Inbox:
         self._messages: SimpleQueue[Message] = SimpleQueue()
         self._gate = threading.Lock()  # nobody enters while the refusal changes
         self._refusal: Exception | None = None
+        self._pid = os.getpid()
 
     def __len__(self) -> int:
         return self._messages.qsize()
@@ -72,12 +74,14 @@ class Inbox:
         return str(self._refusal) if isinstance(self._refusal, Failed) else ""
 
     def submit(self, request: Request, on_piece: OnPiece) -> None:
+        self.check_owner()
         with self._gate:
             self.check()
             self._messages.put(Submit(request, on_piece))
 
     def look(self, act: Callable[[PrefixCache], Any]) -> "Future[Any]":
         """Raises the refusal. The future has what act returns or raises."""
+        self.check_owner()
         message = Look(act, Future())
         with self._gate:
             self.check()
@@ -86,8 +90,15 @@ class Inbox:
 
     def check(self) -> None:
         """Raise the refusal, if there is one."""
+        self.check_owner()
         if self._refusal is not None:
             raise copy.copy(self._refusal)  # an error keeps the frames of all to whom it was raised
+
+    def check_owner(self) -> None:
+        """Raise Refused in a fork, whose copy of the gate may be shut, and where nobody takes messages."""
+        if os.getpid() != self._pid:
+            message = f"process {self._pid} opened this engine, and this is a fork of it"
+            raise Refused("closed", message=message, way_out="open it again in this process")
 
     def put(self, message: Abort | Fetched | Flush | Look | Close | Lose) -> None:
         self._messages.put(message)

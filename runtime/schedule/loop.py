@@ -199,7 +199,7 @@ class Loop:
         self._inbox.submit(request, on_piece)
 
     def check_open(self) -> None:
-        """Raises Refused when the engine is closed, Failed when it is lost."""
+        """Raises Refused when the engine is closed or another process's, Failed when it is lost."""
         self._inbox.check()
 
     def abort(self, request_id: int) -> None:
@@ -227,7 +227,8 @@ class Loop:
             raise
 
     def check_may_wait(self) -> None:
-        """Raises Refused in the loop's own thread, where what is waited for would never come."""
+        """Raises Refused in the loop's own thread and in a fork: what is waited for would never come."""
+        self._inbox.check_owner()
         if threading.current_thread() is self._thread:
             message = "on_piece may not wait for the thread that calls it"
             raise Refused("conflict", message=message, way_out="call this from another thread")

@@ -18,11 +18,10 @@ import threading
 import traceback
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 
-import hemiola
 from hemiola.runtime.errors import Lost
+from hemiola.runtime.processes import environment
 
 COMMAND = (sys.executable, "-P", "-m", "hemiola.runtime.serving.aside")
 HEAD = struct.Struct("<QQ")  # bytes of what is pickled, and of the body behind it
@@ -72,14 +71,12 @@ class Aside:
     def _start(self) -> "subprocess.Popen[bytes]":
         if self._closed:
             raise EOFError
-        root = str(Path(hemiola.__file__).resolve().parents[1])
-        paths = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH", "")]))
         process = subprocess.Popen(
             COMMAND,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             bufsize=0,
-            env=os.environ | {"PYTHONPATH": paths},
+            env=environment(),
             start_new_session=True,  # Ctrl-C is not for it
         )
         self._process = process

@@ -12,6 +12,8 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
+from hemiola.runtime.errors import Refused
+
 PREFIX = "hemiola-serve-"
 OWNER = "owner"  # a file that is locked while the folder's owner lives, by the kernel's word
 SHARED_OWNER = f"-{OWNER}"  # ends the name of another in shared memory, for the folder may be gone
@@ -45,6 +47,14 @@ class Home:
             os.close(lock)
 
 
+def hide(beats: Path) -> None:
+    """The regions in shared memory of the server with this folder of heartbeats. Requests and answers pass
+    through them, and tritonserver lets everybody on the machine read them, whatever the umask is."""
+    for path in beats.parent.glob(f"{glob.escape(beats.name.removesuffix('beats'))}*"):
+        if _is_ours(path, stat.S_ISREG):
+            path.chmod(0o600)
+
+
 def remove_stale() -> None:
     """What is left of servers whose owners are dead."""
     for path in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
@@ -68,11 +78,16 @@ def _shared_owner(path: Path) -> Path:
 
 
 def _own(owner: Path) -> int:
-    """The lock of a file that is made; again, if somebody's remove_stale came in between."""
+    """The lock of a file that is made; again, if somebody's remove_stale came in between. Raises Refused
+    where another user was sooner, who may see the folder's name in /tmp."""
     lock = None
     while lock is None:
-        owner.touch(mode=0o600)
+        with contextlib.suppress(FileExistsError):
+            os.close(os.open(owner, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
         lock = _lock(owner)
+        if lock is None and os.path.lexists(owner) and not _is_ours(owner, stat.S_ISREG):
+            message = f"{owner} is another user's, or a link"
+            raise Refused("in_use", message=message, way_out="start again")
     return lock
 
 

@@ -14,6 +14,7 @@ import base64
 import itertools
 import json
 import logging
+import os
 import select
 import socket
 import threading
@@ -59,6 +60,7 @@ class Peer:
         self._lock = threading.Lock()  # around the agent
         self._reading: defaultdict[str, threading.Lock] = defaultdict(threading.Lock)  # by address
         self._closing = False
+        self._pid = os.getpid()
         self._places = threading.BoundedSemaphore(MOST_AT_ONCE)
         self._asked = threading.BoundedSemaphore(MOST_AT_ONCE + MOST_ASKED)
         self._silent: dict[int, socket.socket] = {}  # by number, the oldest first
@@ -100,6 +102,8 @@ class Peer:
 
     def close(self) -> None:
         """Serve no more; exports under way end."""
+        if os.getpid() != self._pid:  # a fork, whose sockets are also its parent's
+            return
         self._closing = True
         if self._listener is not None:
             with suppress(OSError):

@@ -10,7 +10,7 @@ from typing import Any
 
 from hemiola.runtime.errors import Busy, Lost, Refused, counted
 from hemiola.runtime.progress import File
-from hemiola.runtime.serving import ending, heartbeat, settings
+from hemiola.runtime.serving import ending, heartbeat, home, settings
 from hemiola.runtime.serving.arrival import NAME as ARRIVAL
 from hemiola.runtime.serving.arrival import read_mark
 from hemiola.runtime.serving.ask import Ask, check_priority, read_ask, read_request, wants_data
@@ -64,6 +64,7 @@ class Service:
         self._clocks: list[Clock] = []
         self._beat_file = Path(own.heartbeat_file)
         if own.heartbeat_file:  # before anything is asked of tritonserver, which may not answer
+            home.hide(self._beat_file.parent)
             self._clock("heartbeat", heartbeat.BEAT_S, self._beat)
         self._board = Board(metric_family, dict(labels))
         self._clock("metrics", METRICS_S, lambda: self._board.post(self.meter.read(self.llm)))

@@ -24,6 +24,7 @@ from hemiola.runtime.serving.ports import Ports
 from hemiola.runtime.serving.settings import FILE as SETTINGS_FILE
 
 KEY_HEADER = "hemiola-key"
+UNSENDABLE = 2**15  # characters; gRPC takes headers of 16 KB at most, our guard of HTTP lines of 8,000 bytes
 # Asks the kernel to kill the server if we end without stopping it, and becomes the server.
 LAUNCH = """
 import ctypes, os, signal, sys
@@ -125,8 +126,11 @@ def locked(control_key: str) -> list[str]:
 
     Over gRPC: a load that came over HTTP holds one of its threads, and loses what that thread's event streams
     have to say meanwhile, their ends included.
+
+    Everybody on the machine can read a command line, and who may register shared memory reaches what the user
+    has there. So nobody's key is one that no request can bring.
     """
-    names, nobody = "shared-memory,trace,logging", f"{KEY_HEADER}={secrets.token_hex(16)}"
+    names, nobody = "shared-memory,trace,logging", f"{KEY_HEADER}={secrets.token_hex(UNSENDABLE // 2)}"
     if not control_key:
         return [f"--http-restricted-api={names}:{nobody}", f"--grpc-restricted-protocol={names}:{nobody}"]
     return [

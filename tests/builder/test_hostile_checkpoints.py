@@ -193,6 +193,7 @@ def test_a_sparse_file_of_terabytes_is_read(name: str, attempt: Callable[..., st
     ("template", "reason"),
     [
         ("\ud800", "chat_template is not Unicode"),
+        ("x" * 300_000, "chat_template has 300000 bytes, at most 262144 are read"),
         ([5, {"name": "default"}, {"template": "x"}, None], ""),
         ([{"name": "default", "template": {"a": 1}}], ""),
         ({"default": "x"}, ""),

@@ -314,7 +314,7 @@ def test_headers_are_not_checked_once_a_connection_has_failed(hub: FakeHub, tmp_
     set_client_factory(make)
     try:
         hub.lies = {"config.json": {"ETag": '"../../../outside"'}}
-        with hub_door._checked_headers():
+        with hub_door._checked_responses():
             close_session()
             with pytest.raises(Refused, match="says ETag"):
                 hub_download(NAME, "config.json")
@@ -340,6 +340,37 @@ def test_a_download_that_has_no_end_fills_the_disk(
         fetch()
     files = [path for path in (tmp_path / "cache").rglob("*") if path.is_file()]
     assert max(path.stat().st_size for path in files) < size + 2**21
+
+
+@pytest.mark.parametrize(("status", "wait_s"), [(0, 0.0), (404, 0.0), (302, 0.0), (0, 0.01)])
+def test_an_answer_of_a_hub_that_has_no_end_takes_all_memory(
+    hub: FakeHub, monkeypatch: pytest.MonkeyPatch, status: int, wait_s: float
+) -> None:
+    hub.endless, hub.status, hub.wait_s = {"description" if not status else str(status)}, status, wait_s
+    if status == 302:
+        hub.headers = {"Location": f"{hub.endpoint}/elsewhere"}
+    monkeypatch.setattr(hub_door, "READ_S" if wait_s else "MOST_ANSWER", 0.1 if wait_s else 2**20)
+    with pytest.raises(Refused, match="not ended its answer" if wait_s else "answers more than 1048576"):
+        fetch()
+
+
+@pytest.mark.parametrize("header", [{"Retry-After": "86400"}, {"ratelimit": '"api";r=0;t=99999999'}])
+def test_a_hub_lets_a_build_sleep_for_days(
+    hub: FakeHub, monkeypatch: pytest.MonkeyPatch, header: dict[str, str]
+) -> None:
+    monkeypatch.setattr("huggingface_hub.utils._http.time.sleep", pytest.fail)
+    origin = hub_door.locate(Path(NAME), None, lambda *_: None)
+    hub.status, hub.headers = 429, header
+    with pytest.raises(Refused, match=r"asks to come back in \d+ s; build again then"):
+        hub_door.fetch_weights(origin, lambda *_: None)
+
+
+def test_a_warning_of_a_hub_controls_a_terminal(hub: FakeHub) -> None:
+    """huggingface_hub logs it as it comes."""
+    hub.headers = {"X-HF-Warning": "a; \x1b]0;owned\x07"}
+    with pytest.raises(Refused, match=r"says x-hf-warning .*which has control characters") as refused:
+        fetch()
+    assert str(refused.value).isprintable()
 
 
 def test_a_tokenizer_of_terabytes_is_fetched(hub: FakeHub) -> None:

@@ -4,6 +4,7 @@ Small files come from /resolve itself, safetensors by a redirect to another host
 
 import hashlib
 import json
+import time
 from contextlib import suppress
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -31,6 +32,8 @@ class FakeHub:
     lies: dict[str, dict[str, str]] = field(default_factory=dict)  # headers of what is resolved, by name
     endless: set[str] = field(default_factory=set)  # files whose content never ends
     absent: set[str] = field(default_factory=set)  # files that are listed and not there
+    headers: dict[str, str] = field(default_factory=dict)  # of every answer
+    wait_s: float = 0.0  # after each piece of what has no end
     description: object = None  # what it says of a model, if not what there is
     asked: list[tuple[str, str]] = field(default_factory=list)  # method and path
     tokens: set[str | None] = field(default_factory=set)  # that came
@@ -80,6 +83,8 @@ class _Handler(BaseHTTPRequestHandler):
         path = unquote(urlsplit(self.path).path)
         self.own.asked.append((self.command, path))
         token = (self.headers["Authorization"] or "").removeprefix("Bearer ") or None
+        if self.own.endless & {str(self.own.status), "description"} and "/api/" in path:
+            return self._go_on({}, b" " * 2**16, self.own.status or 200)
         if self.own.status:
             return self._send(self.own.status)
         if token not in (None, TOKEN):
@@ -143,19 +148,20 @@ class _Handler(BaseHTTPRequestHandler):
         ranged = {"Content-Range": f"bytes {begin}-{len(content) - 1}/{len(content)}"} if begin else {}
         self._send(206 if begin else 200, headers | ranged, content[begin:])
 
-    def _go_on(self, headers: dict[str, str], content: bytes) -> None:
+    def _go_on(self, headers: dict[str, str], content: bytes, status: int = 200) -> None:
         """Until the other side has enough."""
-        self.send_response(200)
+        self.send_response(status)
         for name, value in headers.items():
             self.send_header(name, value)
         self.end_headers()
         with suppress(OSError):
             while True:
                 self.wfile.write(content)
+                time.sleep(self.own.wait_s)
 
     def _send(self, status: int, headers: dict[str, str] | None = None, content: bytes = b"") -> None:
         self.send_response(status)
-        for name, value in (headers or {}).items():
+        for name, value in ((headers or {}) | self.own.headers).items():
             self.send_header(name, value)
         self.send_header("Content-Length", str(len(content)))
         self.end_headers()

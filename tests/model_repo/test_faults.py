@@ -230,6 +230,16 @@ def test_models_are_controlled_over_grpc_only(served: Served) -> None:
         nobody.unload_model("hemiola")
 
 
+def test_who_reads_the_servers_command_line_reaches_its_shared_memory(served: Served) -> None:
+    """Everybody on the machine can read it."""
+    server = next(iter(descendants(served.process.pid)))
+    words = Path(f"/proc/{server}/cmdline").read_text().split("\0")
+    closed = next(word for word in words if word.startswith("--grpc-restricted-protocol=shared-memory"))
+    key = {"triton-grpc-protocol-hemiola-key": closed.rpartition("=")[2]}
+    with InferenceServerClient(served.grpc_url) as stranger, pytest.raises(InferenceServerException):
+        stranger.get_system_shared_memory_status(headers=key)
+
+
 def test_an_engine_is_reloaded_under_a_stream_of_another(served: Served, llm: LLM) -> None:
     with Client(served.grpc_url, "second") as other, InferenceServerClient(served.grpc_url) as control:
         stream = other.stream("neighbour", LONG)

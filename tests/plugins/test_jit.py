@@ -7,7 +7,6 @@ import shutil
 import stat
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -189,6 +188,25 @@ def test_cache_dir_is_in_the_home_without_xdg(tmp_path: Path, monkeypatch: pytes
         assert cache.cache_dir().is_relative_to(tmp_path / ".cache" / "hemiola")
 
 
+def test_kernels_are_loaded_from_the_folder_that_somebody_is_in(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("XDG_CACHE_HOME", "cache")
+    (tmp_path / "stranger").mkdir()
+    monkeypatch.chdir(tmp_path / "stranger")
+    assert (found := cache.cache_dir()) and found.is_relative_to(tmp_path / "home")
+    assert not list((tmp_path / "stranger").iterdir())
+
+
+def test_everybody_may_exchange_the_folder_that_kernels_are_loaded_from(home: Path) -> None:
+    own = cache.cache_dir()
+    home.chmod(0o1777)
+    assert cache.cache_dir() == own
+    home.chmod(0o777)
+    assert cache.cache_dir() is None
+
+
 LEVELS = [".", "hemiola", "hemiola/kernels", "own"]
 
 
@@ -207,9 +225,7 @@ def test_kernels_are_loaded_from_a_folder_that_others_write_to(
         monkeypatch.setattr(cache, "_is_private", lambda group: False)
         folder.chmod({"mode": 0o777, "group": 0o775, "sticky": 0o1777}[how])
     found = cache.cache_dir()
-    assert (found == own) is (how == "sticky" and level != "own")
-    if found != own:
-        shutil.rmtree(found)
+    assert found == (own if how == "sticky" and level != "own" else None)
 
 
 def test_kernels_that_are_kept_under_a_loose_umask_are_anybodys(home: Path) -> None:
@@ -243,15 +259,14 @@ def test_a_group_of_several_users_is_taken_for_the_users_own(
     assert cache._is_private(group) is is_private
 
 
-def test_cache_dir_that_cannot_be_made_is_temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    file, temporary = tmp_path / "file", tmp_path / "temporary"
+def test_without_a_folder_that_can_be_made_nothing_is_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "file"
     file.write_text("")
-    temporary.mkdir()
-    monkeypatch.setattr(tempfile, "tempdir", str(temporary))
     for root in (file, file / "below"):
         monkeypatch.setenv("XDG_CACHE_HOME", str(root))
-        folder = cache.cache_dir()
-        assert folder.is_dir() and folder.parent == temporary
+        assert cache.cache_dir() is None
     assert file.read_text() == ""
 
 
@@ -340,13 +355,34 @@ def test_of_two_processes_with_one_fresh_cache_one_compiles_what_both_want(tmp_p
     assert torch.equal(one, other) and {hits, hits_of_other} == {0, 1}
 
 
-def test_a_home_that_cannot_be_written_costs_a_folder_that_goes_again(tmp_path: Path) -> None:
+FULL = """
+import logging, resource, signal
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+resource.setrlimit(resource.RLIMIT_FSIZE, (int(os.environ["ROOM"]),) * 2)
+said = []
+logging.getLogger("hemiola").warning = lambda words, *values: said.append(words % values)
+kernel = next(kernel for kernel in jit.KERNELS if kernel.name == "_norm")
+assert torch.equal(run(), run()) and kernel.is_kept()
+assert [words.partition(",")[0] for words in said[-1:]] == ["compiling kernels for this CPU"], said
+assert [words.endswith("set XDG_CACHE_HOME to another folder") for words in said[:-1]] == [True], said
+"""
+
+
+@pytest.mark.parametrize("room", [0, 8192])
+def test_a_full_disk_opens_no_engine_whose_kernels_are_not_kept(tmp_path: Path, room: int) -> None:
+    """None of a file, or the beginning of one, can be written."""
+    check(python(FULL, XDG_CACHE_HOME=str(tmp_path), ROOM=str(room)))
+    assert not list(tmp_path.rglob("*.nbc"))
+    check(python("run()", XDG_CACHE_HOME=str(tmp_path)))  # there is room again, and nothing is damaged
+    assert list(tmp_path.rglob("*.nbc"))
+
+
+def test_a_home_that_cannot_be_written_costs_a_folder(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     (tmp_path / "temporary").mkdir()
-    script = "run(); folders = os.listdir(os.environ['TMPDIR']); sys.exit(len(folders) != 1)"
+    script = "os.chdir(os.environ['TMPDIR']); run(); sys.exit(len(os.listdir()))"
     homes = {"XDG_CACHE_HOME": str(tmp_path / "file"), "TMPDIR": str(tmp_path / "temporary")}
     check(python(script, **homes))
-    assert not list((tmp_path / "temporary").iterdir())
 
 
 @pytest.mark.parametrize("ending", ["nbc", "nbi"])

@@ -232,6 +232,34 @@ def test_one_character_becomes_millions(bomb: str, tmp_path: Path) -> None:
         check_tokenizer(source, 2**20)
 
 
+MARK = {"SpecialToken": {"id": "a", "type_id": 0}}
+
+
+@pytest.mark.parametrize("marks", [["a"] * 5000, ["a" * 5000]], ids=["ids", "characters"])
+def test_ids_around_a_text_take_gigabytes(marks: list[str], tmp_path: Path) -> None:
+    """1,000 marks of 10,000 ids each are a file of 126 KB, and ten million ids."""
+    source = checkpoints.make("qwen3_5", tmp_path / "source")
+    path = source / "tokenizer.json"
+    own = {"a": {"id": "a", "ids": [0] * len(marks), "tokens": marks}}
+    step = {"type": "TemplateProcessing", **PAIR, "single": [MARK, WHOLE], "special_tokens": own}
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"post_processor": step}))
+    with pytest.raises(Refused, match=r"puts \d+ ids and characters around each text, at most 4096 are"):
+        Text(source)
+
+
+def test_a_token_of_megabytes_is_repeated_by_an_answer(tmp_path: Path) -> None:
+    tokenizer = byte_level()
+    tokenizer.add_tokens(["x" * 5000])
+    with pytest.raises(Refused, match="it has a token of 5000 characters, at most 4096 are allowed"):
+        save(tmp_path, tokenizer)
+
+
+def test_a_special_token_of_megabytes_lets_a_template_make_gigabytes(tmp_path: Path) -> None:
+    """What a conversation may cost grows with what it is given, and these were given to it."""
+    with pytest.raises(Refused, match=r"names special tokens of \d+ characters, at most 65536 are read"):
+        save(tmp_path, byte_level(), bos_token="x" * 70_000)
+
+
 def test_ordinary_steps_are_no_bomb(tmp_path: Path) -> None:
     """As Llama's, T5's and ALBERT's tokenizers have them."""
     source = checkpoints.make("qwen3_5", tmp_path / "source")

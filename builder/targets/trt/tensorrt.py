@@ -44,7 +44,8 @@ def compile(graph: Graph, weights: dict[str, Lazy], job: Job) -> CompiledSegment
     profiles = make_profiles(job.limits, graph, "TLNWPS")
     folder = job.folder / PARTS
     folder.mkdir(exist_ok=True)
-    timings = cache_dir() / f"tensorrt-{trt.__version__}-{job.archs[0]}.timings"
+    kept = cache_dir()
+    timings = kept and kept / f"tensorrt-{trt.__version__}-{job.archs[0]}.timings"
     with tempfile.TemporaryDirectory(dir=job.folder) as beside:
         file = Path(beside) / "weights.safetensors"
         write_weights(packed, file, job.report)
@@ -74,7 +75,7 @@ def compile(graph: Graph, weights: dict[str, Lazy], job: Job) -> CompiledSegment
 class _Setup:
     """What the builder is told, and what it has timed for the next build."""
 
-    def __init__(self, name: str, report: Report, timings: Path, interrupts: Sequence[int]) -> None:
+    def __init__(self, name: str, report: Report, timings: Path | None, interrupts: Sequence[int]) -> None:
         self._monitor, self._file = _monitor(name, report, interrupts), timings
         self._timings: Any = None
 
@@ -84,11 +85,15 @@ class _Setup:
         config.set_preview_feature(trt.PreviewFeature.ALIASED_PLUGIN_IO_10_03, True)
         # an engine is for all GPUs of its compute capability, not just for the model that built it
         config.hardware_compatibility_level = trt.HardwareCompatibilityLevel.SAME_COMPUTE_CAPABILITY
-        self._timings = config.create_timing_cache(self._file.read_bytes() if self._file.is_file() else b"")
+        self._timings = config.create_timing_cache(
+            self._file.read_bytes() if self._file is not None and self._file.is_file() else b""
+        )
         config.set_timing_cache(self._timings, ignore_mismatch=False)
 
     def keep_timings(self) -> None:
         """Whole or not at all. Without them the engine is what it is, and the next build takes longer."""
+        if self._file is None:
+            return
         try:
             self._file.parent.mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryDirectory(dir=self._file.parent) as beside:

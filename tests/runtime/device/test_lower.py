@@ -14,8 +14,9 @@ from kit.harness import Harness
 from kit.ops import next_edge
 from torch.fx import Graph, GraphModule, Node
 
+from hemiola.plugins.cpu import moves
 from hemiola.plugins.cpu.code import Recorder
-from hemiola.plugins.sizes import evaluate
+from hemiola.plugins.sizes import FreeSize, evaluate
 from hemiola.runtime.device import lower
 from hemiola.runtime.device.program import load_program
 from hemiola.runtime.device.session import LoadedSegment, bind_forms
@@ -193,6 +194,65 @@ def test_a_move_reads_behind_a_weight_of_narrow_numbers(called: str, weight: tor
     lowering = lower._Lowering(segment, [weight], Recorder(), {})
     with pytest.raises(Refused, match=r"trunk.jsonl: .* kernels take one dimension of float32; run"):
         lowering.run(GraphModule(torch.nn.Module(), graph))
+
+
+def lowered(make: Callable[[Graph, Node, Node], list[Node]]) -> Recorder:
+    """A program of a weight [8, 16] and an input [T, 16]."""
+    graph, code = Graph(), Recorder()
+    weight, given = graph.placeholder("w"), graph.placeholder("a")
+    graph.output(tuple(make(graph, weight, given)))
+    segment = Segment(name="trunk", file="trunk.jsonl", weights=("w",), states=(), inputs=("a",), nodes=())
+    inputs = {"a": code.input("a", (FreeSize("T"), 16), torch.float32)}
+    program = GraphModule(torch.nn.Module(), graph)
+    lower._Lowering(segment, [torch.ones(8, 16)], code, inputs).run(program)
+    return code
+
+
+def relu(graph: Graph, x: Node) -> Node:
+    return graph.call_function(aten.relu.default, (x,))
+
+
+def half(graph: Graph, x: Node) -> Node:
+    parts = graph.call_function(aten.chunk.default, (relu(graph, x), 2, 1))
+    return graph.call_function(operator.getitem, (parts, 0))
+
+
+@pytest.mark.parametrize(
+    "result",
+    [lambda graph, w, a: [w], lambda graph, w, a: [a], lambda graph, w, a: [half(graph, a)]],
+    ids=["a weight", "an input", "a part"],
+)
+def test_a_result_is_written_over_what_it_is_a_part_of(result: Callable) -> None:
+    with pytest.raises(Refused, match="ends the program, but is a part of something else; run"):
+        lowered(result)
+
+
+def test_of_one_value_for_two_results_one_is_memory_that_nobody_wrote() -> None:
+    with pytest.raises(Refused, match="output has one value for two results; run"):
+        lowered(lambda graph, w, a: [relu(graph, a)] * 2)
+
+
+SUM, PRODUCT, RELU, SQUARED = moves.SUM, moves.PRODUCT, moves.RELU, moves.SQUARED_RELU
+MUL, ADD = aten.mul.Tensor, aten.add.Tensor
+# What is made of a relu r of a, by calls of two values each, and which kernels then run.
+SQUARES = {
+    "a square": ([(MUL, "rr")], [SQUARED]),
+    "a square and the relu": ([(MUL, "rr"), (ADD, "ra")], [RELU, PRODUCT, SUM]),
+    "a product": ([(MUL, "ra")], [RELU, PRODUCT]),
+    "a sum": ([(ADD, "rr")], [RELU, SUM]),
+    "a square of what is no relu": ([(MUL, "aa"), (MUL, "rr")], [PRODUCT, SQUARED]),
+}
+
+
+@pytest.mark.parametrize("case", SQUARES)
+def test_what_is_no_squared_relu_is_computed_as_one(case: str) -> None:
+    calls, kernels = SQUARES[case]
+
+    def make(graph: Graph, w: Node, a: Node) -> list[Node]:
+        known = {"r": relu(graph, a), "a": a}
+        return [graph.call_function(f, (known[x], known[y])) for f, (x, y) in calls]
+
+    assert [call.arguments[2] for call in lowered(make).calls] == kernels
 
 
 @pytest.mark.parametrize("function", [aten.add.Tensor, aten.mul.Tensor, aten.cat.default], ids=str)

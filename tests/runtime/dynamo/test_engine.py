@@ -634,6 +634,9 @@ def test_a_card_is_made_once_and_names_the_engine(
     assert tokenizer.read_bytes() == (engine_dir / "tokenizer/tokenizer.json").read_bytes()
     before = tokenizer.stat().st_mtime_ns
     assert make_card(engine_dir, found) == card and tokenizer.stat().st_mtime_ns == before
+    whole = tokenizer.read_bytes()
+    tokenizer.write_bytes(whole[:100])
+    assert make_card(engine_dir, found) == card and tokenizer.read_bytes() == whole, "a torn card was used"
     other = make_card(engine_dir, found.model_copy(update={"identity": "another"}))
     assert other != card, "engines of two identities had one card"
     assert len(list(card.parent.iterdir())) == 2, "something was left behind"

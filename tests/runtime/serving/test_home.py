@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from hemiola.runtime.errors import Refused
 from hemiola.runtime.serving import home as homes
 from hemiola.runtime.serving.home import Home, remove_stale
 
@@ -224,6 +225,24 @@ def test_a_folder_or_region_of_another_user_is_removed(
     homes._remove(theirs)
     assert region.exists()
     monkeypatch.undo()
+
+
+def test_regions_of_a_server_are_read_by_other_users(tmp_path: Path) -> None:
+    home = Home()
+    mine, other = tmp_path / f"shm/{home.shm_prefix}region", tmp_path / "shm/hemiola-serve-other-region"
+    for region in (mine, other):
+        region.touch(mode=0o644)
+    homes.hide(home.beats)
+    assert (mine.stat().st_mode & 0o777, other.stat().st_mode & 0o777) == (0o600, 0o644)
+    assert home.beats.stat().st_mode & 0o777 == 0o700
+    home.remove()
+
+
+def test_a_start_waits_for_ever_for_a_name_that_another_user_has_taken(tmp_path: Path) -> None:
+    (owner := tmp_path / "shm/hemiola-serve-a-owner").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(Refused, match="is another user's, or a link; start again"):
+        homes._own(owner)
+    assert not (tmp_path / "elsewhere").exists()
 
 
 def test_what_a_server_shares_in_memory_is_read_by_other_users() -> None:

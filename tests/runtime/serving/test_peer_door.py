@@ -66,6 +66,15 @@ def asked(peer: Peer, line: bytes) -> dict:
         return json.loads(asks.makefile().readline())
 
 
+def test_a_forked_child_closes_the_door_of_its_parents_peer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(peers, "_agent", object)
+    with Peer(lambda prompt, *, cache_salt: bytearray()) as peer:
+        monkeypatch.setattr(peer, "_pid", 1)  # as a fork finds it
+        peer.close()
+        monkeypatch.undo()
+        assert asked(peer, b"no request\n")["code"] == "malformed"
+
+
 def test_four_idle_connections_hold_the_port_of_a_peer(monkeypatch: pytest.MonkeyPatch) -> None:
     """For 30 s each, since a place was taken before anything was asked."""
     monkeypatch.setattr(peers, "_agent", object)
