@@ -295,6 +295,7 @@ class LLM:
         arrival = time.perf_counter() if arrival is None else arrival  # before the prompt is tokenized
         if not isinstance(params, SamplingParams):
             raise Refused("wrong_type", "params", type(params), way_out="pass a SamplingParams")
+        params = params.checked()
         if params.prompt_logprobs is not None:
             self._check_scoring()
         if params.stop:

@@ -123,6 +123,13 @@ class Service:
             raise Lost(ending.REASON)
         self._check_room(ask.n)
         self.outbox.add(stream)
+        try:
+            self._begin(stream, ask)
+        except BaseException:
+            self.outbox.drop(stream)
+            raise
+
+    def _begin(self, stream: Stream, ask: Ask) -> None:
         as_data = ask.flags["error_data"]
         if ask.params.structured_outputs is not None:
             begun = time.monotonic()

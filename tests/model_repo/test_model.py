@@ -246,8 +246,12 @@ def test_an_error_that_cannot_be_sent_leaves_its_caller_waiting(
         monkeypatch.setattr(model.service.llm, "submit", raising(error))
         sender = ask(model)
         assert sender.sent == [(said, FINAL)]
-    failing = Piece("", [], None, "error", Metrics(num_prompt_tokens=3, arrival=0.0), "no \ud800 here")
     monkeypatch.undo()
+    sender = ask(model)
+    model.service.llm.requests[-1].say(replace(last("error"), refused=Unwritable("other")))
+    until(lambda: sender.sent)
+    assert sender.sent == [("[INTERNAL] Unwritable cannot be written as text (RecursionError)", FINAL)]
+    failing = Piece("", [], None, "error", Metrics(num_prompt_tokens=3, arrival=0.0), "no \ud800 here")
     sender = ask(model)
     model.service.llm.requests[-1].say(failing)
     until(lambda: sender.sent)
@@ -665,6 +669,20 @@ def test_any_caller_may_overtake_all_others(module: ModuleType) -> None:
         ask(served, {"priority": least})
         assert [request.params.priority for request in served.service.llm.requests] == [least]
         served.finalize()
+
+
+def test_a_request_for_which_there_is_no_thread_counts_for_ever(
+    model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It took a place in the queue, and a server that shut down waited for it."""
+
+    def submit(*_: object) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(model.service._compiling, "submit", submit)
+    ((said, flags),) = ask(model, {"structured_outputs": '{"regex": "a"}'}).sent
+    assert (said, flags) == ("[INTERNAL] RuntimeError: can't start new thread", FINAL)
+    assert model.service.outbox.num_open == 0
 
 
 def test_one_compiling_grammar_blocks_another(model: Any) -> None:
