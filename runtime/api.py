@@ -3,7 +3,7 @@
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, Self
 
 from pydantic import (
     BaseModel,
@@ -38,6 +38,18 @@ class Strict(BaseModel):
         except ValidationError as error:
             names = [field.alias or name for name, field in type(self).model_fields.items()]
             raise refused_by(error, values, names) from None
+
+
+    def checked(self) -> Self:
+        """The same, checked: `model_copy(update=...)` and `model_construct` check nothing."""
+        values: dict[str, object] = {}
+        fields, is_set = type(self).model_fields, self.model_fields_set
+        for name, value in vars(self).items():
+            field = fields.get(name)
+            if name in is_set or field is None or value != field.default:
+                ours = (field and field.alias) or name
+                values[ours] = value.checked() if isinstance(value, Strict) else value
+        return type(self)(**values)
 
 
 def _check_unicode(name: str, value: tuple[str, ...] | str) -> None:
@@ -304,7 +316,7 @@ def pairs(
     if isinstance(prompts, (str, bytes)) or not isinstance(prompts, Sequence):
         raise Refused("wrong_type", "prompts", type(prompts), way_out="pass a list of prompts")
     if params is None or isinstance(params, SamplingParams):
-        params = [params or SamplingParams()] * len(prompts)
+        params = [SamplingParams() if params is None else params] * len(prompts)
     if not isinstance(params, Sequence):
         raise Refused(
             "wrong_type", "params", type(params), way_out="pass a SamplingParams, or one per prompt"

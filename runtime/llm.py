@@ -302,6 +302,7 @@ class LLM:
         if not isinstance(params, SamplingParams):
             raise Refused("wrong_type", "params", type(params), way_out="pass a SamplingParams")
         self._loop.check_open()  # before a grammar is compiled
+        params = params.checked()
         if params.prompt_logprobs is not None:
             self._check_scoring()
         if params.stop:

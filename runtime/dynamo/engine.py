@@ -17,6 +17,7 @@ from hemiola.runtime.dynamo.reply import PROBED, Chunk, chunk_of, last_chunk
 from hemiola.runtime.dynamo.request import Submission, link_of, read_request
 from hemiola.runtime.errors import Busy, Failed, Refused, counted
 from hemiola.runtime.llm import LLM
+from hemiola.runtime.serving.heartbeat import Awake
 from hemiola.runtime.serving.metrics import Meter, Outcome
 
 WATCH_S = 0.25  # between two looks at the engine's load
@@ -150,7 +151,9 @@ class DynamoEngine:
                 if piece.metrics is not None:
                     measure(meter, piece.metrics, len(asked.output_ids), own.outcome == "success")
                 self._check(llm, piece)
-                chunk = last_chunk(piece, scores)
+                is_long = scores is not None  # tens of thousands of them: other streams do not wait
+                make = partial(last_chunk, piece, scores)
+                chunk = await asyncio.to_thread(make) if is_long else make()
                 if self._handover is not None:
                     chunk |= self._handover.result
                 yield chunk
@@ -258,9 +261,10 @@ class DynamoEngine:
     async def _watch_load(self, llm: LLM) -> None:
         """Publish the load when it changes, and see whether the engine still moves."""
         last: Snapshot | None = None
+        awake = Awake()
         while True:
             load = llm.load()
-            reason = self._why_lost(load)
+            reason = self._why_lost(load, awake.look())
             if reason:
                 self._on_lost(reason)
                 return
@@ -270,10 +274,10 @@ class DynamoEngine:
                 last = found
             await asyncio.sleep(WATCH_S)
 
-    def _why_lost(self, load: Load) -> str:
+    def _why_lost(self, load: Load, awake_s: float) -> str:
         if load.failure:
             return load.failure
-        if load.stalled_s > self._bounds.hang_timeout_s:
+        if min(load.stalled_s, awake_s) > self._bounds.hang_timeout_s:
             return f"the engine has not moved for {load.stalled_s:.0f} s"
         if self._store is not None:
             had, self._has_store = self._has_store, self._store.is_dir()

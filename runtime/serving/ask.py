@@ -7,13 +7,15 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from hemiola.runtime.api import MAX_ENTRIES, SamplingParams
-from hemiola.runtime.errors import Amount, Refused
+from hemiola.runtime.errors import Amount, Name, Refused
 from hemiola.runtime.json_file import Repeated, parse_json
 from hemiola.runtime.serving import arrival
 from hemiola.runtime.serving.http_request import MAX_BODY
 from hemiola.runtime.serving.json_size import MOST_VALUES, check_size
 
 MAX_N = 64
+MOST_SCORES = 2**22  # log-probabilities of an answer that is held until it is whole; some 130 bytes each
+MOST_TOKENS = 2**23  # of all prompts of a body: each choice's is sent by itself, and the answer may repeat it
 PROMPTS = ("text_input", "input_ids", "messages")
 FLAGS = {  # and what they are if nothing is said
     "chat": False,
@@ -221,6 +223,24 @@ def check_priority(priority: int, least: int) -> None:
     if priority < least:
         limit = f"this server takes {least} or more (--min-priority)"
         raise Refused("out_of_range", "priority", priority, limit, "give a higher number")
+
+
+def check_total(num_tokens: int, num_choices: int, num_scored: int | None) -> None:
+    """num_scored: log-probabilities that are named beside each token's own, if any are."""
+    total = num_tokens * num_choices * (1 if num_scored is None else 2 + num_scored)
+    if total > MOST_TOKENS:
+        named = "" if num_scored is None else " and log-probabilities of tokens"
+        message = f"prompts x n are {total} tokens{named}, the limit is {MOST_TOKENS}"
+        raise Refused("too_long", "n", num_choices, message=message, way_out="send fewer at once")
+
+
+def check_scores(num_tokens: int, num_scored: int | None) -> None:
+    """Of a whole answer: 128 choices of 4,000 tokens with their 20 best took 1.5 GB."""
+    total = 0 if num_scored is None else num_tokens * (1 + num_scored)
+    if total > MOST_SCORES:
+        message = (Name("logprobs"), f" of {num_tokens} tokens may be {total}, the limit is {MOST_SCORES}")
+        way_out = ("stream, or lower n or ", Name("max_tokens"))
+        raise Refused("too_long", "logprobs", num_scored, message=message, way_out=way_out)
 
 
 def read_flag(name: str, value: object) -> bool:

@@ -5,13 +5,22 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Coroutine, Iterable, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
 from queue import SimpleQueue
 from typing import Any
 
 from hemiola.runtime.api import Output, Piece, Prompt, SamplingParams, pairs
 from hemiola.runtime.errors import Lost
-from hemiola.runtime.serving.exchange import Answer, Exchange, Received, check_model, read_output, text_of
+from hemiola.runtime.serving.exchange import (
+    CLOSED,
+    Answer,
+    Exchange,
+    Received,
+    check_cancelled,
+    check_model,
+    read_output,
+    text_of,
+)
 from hemiola.runtime.serving.packing import (
     CANCEL_TIMEOUT_S,
     MAX_IN_FLIGHT,
@@ -19,6 +28,7 @@ from hemiola.runtime.serving.packing import (
     Message,
     cancellation,
     channel_options,
+    check_client,
     pack,
     read_piece,
 )
@@ -35,6 +45,7 @@ class Client:
     """
 
     def __init__(self, url: str = "127.0.0.1:8001", model: str = "hemiola", *, retries: int = 2) -> None:
+        check_client(url, model, retries)
         self.url = url
         self.model = model
         self.retries = retries
@@ -43,7 +54,7 @@ class Client:
         self._requests: weakref.WeakSet[PendingRequest] = weakref.WeakSet()
         self._end = weakref.finalize(self, close, self._requests, self._channel, os.getpid())  # at exit, too
         try:
-            _run(check_model(self._ask, url, model))
+            _run(check_model, self._ask, url, model)
         except BaseException:
             self.close()
             raise
@@ -87,7 +98,7 @@ class Client:
         request_id: str | None = None,
     ) -> "Pieces":
         """Pieces as they come. The request starts now; a caller that stops reading cancels it."""
-        params = params or SamplingParams()
+        params = SamplingParams() if params is None else params
         request = pack(self.model, prompt, params, stream=True, timeout_s=timeout_s, request_id=request_id)
         pieces = Pieces(PendingRequest(self, request))
         try:
@@ -101,16 +112,21 @@ class Client:
         self, messages: Chat, params: SamplingParams | None = None, *, timeout_s: float | None = None
     ) -> Output:
         """The answer to a conversation, by the checkpoint's chat template; `stream` takes messages, too."""
-        request = pack(self.model, messages, params or SamplingParams(), stream=False, timeout_s=timeout_s)
-        return self._outputs([request])[0]
+        params = SamplingParams() if params is None else params
+        return self._outputs([pack(self.model, messages, params, stream=False, timeout_s=timeout_s)])[0]
 
     def cancel(self, request_id: str) -> None:
         """End a request, whoever sent it; one that has ended is left alone."""
-        requests = iter([cancellation(self.model, request_id)])
+        requests, server = iter([cancellation(self.model, request_id)]), f"the server at {self.url}"
         try:
-            list(self._stub.ModelStreamInfer(requests, timeout=CANCEL_TIMEOUT_S))
+            answers = self._stub.ModelStreamInfer(requests, timeout=CANCEL_TIMEOUT_S)
+        except ValueError:  # grpc's
+            raise Lost(CLOSED) from None
+        try:
+            for response in answers:
+                check_cancelled(response, server)
         except grpc.RpcError as error:
-            raise Lost(text_of(error, f"the server at {self.url}")) from None
+            raise Lost(text_of(error, server)) from None
 
     def close(self) -> None:
         """Cancels what is in flight and ends the connection."""
@@ -149,7 +165,7 @@ class PendingRequest:
         self._threaded = Threaded(self._client._stub, self._request, f"the server at {self._client.url}")
         if self._ended.is_set() or not self._client._end.alive:
             self._ended.set()  # nobody waits for a thread that never starts
-            raise Lost("the client was closed")
+            raise Lost(CLOSED)
         self._threaded.start()
         return self._threaded
 
@@ -160,7 +176,7 @@ class PendingRequest:
         if os.getpid() != self._pid:
             raise Lost(f"process {self._pid} sent this request, and this is a fork of it")
         try:
-            reply = _run(self._answer.read())
+            reply = _run(self._answer.read)
             if reply.is_last:
                 self._read = True
                 self.join(CANCEL_TIMEOUT_S)
@@ -202,7 +218,7 @@ class Threaded:
 
     def _work(self) -> None:
         try:
-            _run(self._exchange.run())
+            _run(self._exchange.run)
         finally:
             self._over.set()
 
@@ -214,7 +230,7 @@ class Threaded:
 
     def cancel(self) -> None:
         """Asks the server to end the request; the stream then ends soon."""
-        _run(self._exchange.cancel())
+        _run(self._exchange.cancel)
 
     def join(self, timeout_s: float) -> None:
         if self._thread is threading.current_thread():  # of Pieces.__del__, which may come anywhere
@@ -269,10 +285,10 @@ class ThreadStream:
             self._incoming.cancel()
 
 
-def _run(coroutine: Coroutine[Any, Any, Any]) -> Any:
-    """What a coroutine returns that awaits no event loop."""
+def _run(function: Callable[..., Coroutine[Any, Any, Any]], *arguments: Any) -> Any:
+    """What a coroutine returns that awaits no event loop. Made here: Ctrl-C comes before it is, or within."""
     try:
-        coroutine.send(None)
+        function(*arguments).send(None)
     except StopIteration as done:
         return done.value
     raise AssertionError("it awaits an event loop")

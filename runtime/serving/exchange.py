@@ -17,6 +17,7 @@ from hemiola.runtime.serving.packing import CANCEL, READY_TIMEOUT_S, Message, ca
 import grpc  # isort: skip  # after packing, which says how to install it
 
 log = logging.getLogger("hemiola.client")
+CLOSED = "the client was closed"
 GONE = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
 RETRY_S = 0.5  # before the first retry after a lost connection; then twice as long each time
 
@@ -67,6 +68,12 @@ class ServerStream(Protocol):
 
 def text_of(error: grpc.RpcError, server: str) -> str:
     return f"{server}: {error.code().name}: {error.details()}"  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def check_cancelled(response: Any, server: str) -> None:
+    """Of a cancellation alone: a server that cannot do it says so."""
+    if response.error_message:
+        raise error_from(response.error_message, lambda text: Lost(f"{server}: {text}"))
 
 
 class Exchange:

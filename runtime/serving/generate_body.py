@@ -53,20 +53,26 @@ def check_generate(body: bytes | bytearray, one_response: bool = False) -> None:
         raise Refused("wrong_type", "the body", asked, way_out="send an object")
     _check_keys("the body", asked)
     for name, value in asked.items():
-        if name in inputs():
-            _check_tensor(name, value, inputs()[name])
-        elif name == "id":
+        if name == "id":
             _check(name, value, "STRING")
             if len(value) > MOST_ID:
                 size = Amount(len(value), "characters")
                 raise Refused("too_long", "id", size, f"the limit is {MOST_ID}", "give a shorter one")
         elif name == "parameters":
-            _check_parameters(value)
+            _check_parameters(value, one_response)
         else:
-            _check_parameter(name, value)
-        if one_response and ALIASES.get(name, name) == "stream" and value in (True, [True]):
-            limit, way_out = "but generate sends one response", "use generate_stream, or leave it out"
-            raise Refused("conflict", name, True, limit, way_out)
+            _check_named(name, value, one_response)
+
+
+def _check_named(name: str, value: object, one_response: bool) -> None:
+    """A key of the body, or of its parameters: tritonserver makes a tensor of either."""
+    if name in inputs():
+        _check_tensor(name, value, inputs()[name])
+    else:
+        _check_parameter(name, value)
+    if one_response and ALIASES.get(name, name) == "stream" and value in (True, [True]):
+        limit, way_out = "but generate sends one response", "use generate_stream, or leave it out"
+        raise Refused("conflict", name, True, limit, way_out)
 
 
 def _check_keys(what: str, given: Mapping[str, object]) -> None:
@@ -94,21 +100,26 @@ def _check_tensor(name: str, value: object, own: Input) -> None:
             _check(f"{name}[{at}]", entry, own.kind)
 
 
-def _check_parameters(value: object) -> None:
+def _check_parameters(value: object, one_response: bool) -> None:
     if not isinstance(value, Mapping):
         raise Refused("wrong_type", "parameters", value, way_out="give an object")
     _check_keys("parameters", value)
     for name, own in value.items():
-        _check_parameter(name, own)
+        _check_named(name, own, one_response)
 
 
 def _check_parameter(name: str, value: object) -> None:
-    """Tritonserver says itself what it takes; the model says which there are."""
+    """The model says which there are."""
     kind = {str: "STRING", int: "INT64"}.get(type(value))
     if SURROGATE.search(name) or "\0" in name:
         raise Refused("unknown", message=f"unknown key {name[:80]!r}", way_out="leave it out")
     if kind is not None:
         _check(name[:80], value, kind)
+    elif value is None or isinstance(value, (list, dict)):
+        way_out = "give a text, a whole number, true or false"
+        raise Refused("wrong_type", name[:80], value, way_out=way_out)
+    elif isinstance(value, float) and math.isinf(value):  # 1e400, which its parser takes for no JSON
+        raise Refused("out_of_range", name[:80], value, way_out="give a whole number")
 
 
 def _check(name: str, value: object, kind: str) -> None:

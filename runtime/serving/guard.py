@@ -17,7 +17,7 @@ from functools import partial
 from http import HTTPStatus
 from pathlib import Path
 
-from hemiola.runtime.errors import Lost, Refused
+from hemiola.runtime.errors import Lost, Refused, one_line
 from hemiola.runtime.json_file import Repeated, parse_json
 from hemiola.runtime.serving import arrival, ending
 from hemiola.runtime.serving.aside import Aside
@@ -41,6 +41,7 @@ SMALL_BODY = 2**16  # these always have room
 HEAD_TIMEOUT_S = 15.0
 BODY_TIMEOUT_S = 60.0
 LINGER_S = 5.0  # for a refused client to see why, while it still sends
+UNREAD = "the request could not be read; send it again"
 LATE = "did not arrive in time; send the request again"
 
 
@@ -112,6 +113,11 @@ class Guard(Door):
             pass  # nobody is there to be told
         except asyncio.CancelledError:
             pass  # the door ends; asyncio 3.11 prints a traceback of each task that ends so
+        except Exception as error:  # this machine has no thread left, or no memory
+            self._log.error("a request failed: %s: %s", type(error).__name__, one_line(error))
+            if task in self._reading:
+                with contextlib.suppress(OSError, TimeoutError):
+                    await refuse(Refusal(HTTPStatus.INTERNAL_SERVER_ERROR, UNREAD), reader, writer)
         finally:
             self._reading.discard(task)
             self._answering.discard(task)

@@ -5,6 +5,7 @@ machine share and no change of the clock touches.
 """
 
 import json
+import math
 import os
 import threading
 import time
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 BEAT_S = 0.25
+PAUSE_S = 5.0  # between two looks: whoever looks was stopped meanwhile
 
 
 class Beat(NamedTuple):
@@ -83,6 +85,22 @@ def remove(path: Path) -> None:
 def now(engine_s: float, replies_s: float, num_open: int, failure: str) -> Beat:
     """Of this process."""
     return Beat(os.getpid(), time.monotonic(), engine_s, replies_s, num_open, failure)
+
+
+class Awake:
+    """For how long whoever looks has done so without a gap. A container that is paused stops all its
+    processes: when it goes on, none of them has hung."""
+
+    def __init__(self) -> None:
+        self._since, self._last = -math.inf, time.monotonic()
+
+    def look(self) -> float:
+        """Seconds."""
+        now = time.monotonic()
+        if now - self._last > PAUSE_S:
+            self._since = now
+        self._last = now
+        return now - self._since
 
 
 class Clock:

@@ -1,6 +1,7 @@
 """A real tritonserver with one model per engine, from preflight to a clean end."""
 
 import contextlib
+import math
 import os
 import secrets
 import signal
@@ -13,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from hemiola.runtime import outline
-from hemiola.runtime.errors import Refused, counted, in_python, within
+from hemiola.runtime.errors import Refused, counted, in_python, one_line, within
 from hemiola.runtime.progress import Display, hide, read_report, silent
 from hemiola.runtime.serving import ending, heartbeat, settings
 from hemiola.runtime.serving.door import Door
@@ -251,8 +252,8 @@ class Server:
         self.num_restarts += 1
         try:
             self.start()
-        except Refused as error:
-            self.printer.say(f"lost again: {error}\n")
+        except (Refused, OSError) as error:  # a full disk, no process left: perhaps not for long
+            self.printer.say(f"lost again: {one_line(error)}\n")
             return False
         except KeyboardInterrupt:
             self.kill()  # nothing is in flight
@@ -263,7 +264,7 @@ class Server:
     def wait(self) -> str:
         """Until the server is lost, by itself or with an engine; why."""
         assert self._process is not None
-        answered = time.monotonic()
+        answered, awake = time.monotonic(), heartbeat.Awake()
         while True:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 status = self._process.wait(WATCH_S)
@@ -272,7 +273,8 @@ class Server:
                 return f"tritonserver ended by itself with {status}: {self._log.reason(READ_S)}"
             if self._home is not None and answers(self._home.doors / "http", "/v2/health/live"):
                 answered = time.monotonic()
-            reason = self._trouble(time.monotonic() - answered)
+            hang_s = self._hang_timeout_s if awake.look() > self._hang_timeout_s else math.inf
+            reason = self._trouble(time.monotonic() - answered, hang_s)
             if reason:
                 self._hear_out()
                 self._tell(reason)
@@ -288,12 +290,12 @@ class Server:
             time.sleep(heartbeat.BEAT_S)
         time.sleep(FAREWELL_S)
 
-    def _trouble(self, silent_s: float) -> str:
+    def _trouble(self, silent_s: float, hang_s: float) -> str:
         for path in self._beats():
-            reason = heartbeat.trouble(path, self._hang_timeout_s)
+            reason = heartbeat.trouble(path, hang_s)
             if reason:
                 return reason
-        if silent_s > self._hang_timeout_s:
+        if silent_s > hang_s:
             return f"tritonserver answers nobody for {silent_s:.0f} s (--hang-timeout)"
         return ""
 

@@ -27,12 +27,20 @@ CHANNEL = (
     ("grpc.use_local_subchannel_pool", 1),
 )
 NO_PROXY = ("grpc.enable_http_proxy", 0)
-CANCEL = "cancel"  # the id of every request that cancels another
+CANCEL = f"cancel-{uuid.uuid4().hex}"  # the id of every request that cancels another; no caller has it
 CANCEL_TIMEOUT_S = 10.0
 READY_TIMEOUT_S = 10.0
 MAX_IN_FLIGHT = 256  # of one generate call
 Message = dict[str, Any]  # output name -> str, or list of int
 Chat = Sequence[Mapping[str, object]]  # messages, as OpenAI has them
+
+
+def check_client(url: str, model: str, retries: int) -> None:
+    """What a client is made with."""
+    _checked("url", url)
+    _checked("model", model)
+    if not isinstance(retries, int) or isinstance(retries, bool) or retries < 0:
+        raise Refused("out_of_range", "retries", retries, way_out="give a whole number, 0 or more")
 
 
 def channel_options(url: str) -> tuple[tuple[str, int], ...]:
@@ -93,7 +101,7 @@ def pack(
         add_strings(request, "messages", [_as_json(prompt)])
     else:
         add_ints(request, "input_ids", prompt)  # pyright: ignore[reportArgumentType]
-    for name, value in params.model_dump(exclude_unset=True, by_alias=True).items():
+    for name, value in params.checked().model_dump(exclude_unset=True, by_alias=True).items():
         match value:
             case _ if value in (None, (), "", {}):
                 continue

@@ -13,7 +13,15 @@ from hemiola.runtime.progress import File
 from hemiola.runtime.serving import ending, heartbeat, home, settings
 from hemiola.runtime.serving.arrival import NAME as ARRIVAL
 from hemiola.runtime.serving.arrival import read_mark
-from hemiola.runtime.serving.ask import Ask, check_priority, read_ask, read_request, wants_data
+from hemiola.runtime.serving.ask import (
+    Ask,
+    check_priority,
+    check_scores,
+    check_total,
+    read_ask,
+    read_request,
+    wants_data,
+)
 from hemiola.runtime.serving.error_text import kind_and_text
 from hemiola.runtime.serving.heartbeat import Clock
 from hemiola.runtime.serving.metrics import Board, Meter
@@ -116,6 +124,13 @@ class Service:
             raise Lost(ending.REASON)
         self._check_room(ask.n)
         self.outbox.add(stream)
+        try:
+            self._begin(stream, ask)
+        except BaseException:
+            self.outbox.drop(stream)
+            raise
+
+    def _begin(self, stream: Stream, ask: Ask) -> None:
         as_data = ask.flags["error_data"]
         if ask.params.structured_outputs is not None:
             begun = time.monotonic()
@@ -139,6 +154,7 @@ class Service:
         try:
             prompt = ask.prompt if ask.messages is None else self.llm.chat_text(ask.messages)
             stream.input_ids = self.llm.encode(prompt)
+            self._check_scores(stream, ask)
             for branch, params in zip(stream.branches, ask.params.each_of(ask.n), strict=True):
                 listener = self.outbox.listener(branch)
                 branch.request_id = self.llm.submit(stream.input_ids, params, listener, stream.arrival)
@@ -148,6 +164,14 @@ class Service:
         self.meter.taken(len(stream.input_ids))
         if stream.reason:  # before its ids were known
             self.outbox.abort(stream, stream.reason)
+
+    def _check_scores(self, stream: Stream, ask: Ask) -> None:
+        """Of a stream, each response has its own; they are not held."""
+        num_ids, params = len(stream.input_ids), ask.params
+        check_total(num_ids, 1, params.prompt_logprobs)
+        if not ask.flags["stream"]:
+            most = min(params.max_tokens, self.llm.config.max_len - num_ids)
+            check_scores(most * ask.n, params.logprobs)
 
     def _check_room(self, n: int) -> None:
         """So many requests may run, and so many more wait."""

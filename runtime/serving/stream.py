@@ -9,7 +9,7 @@ from typing import Any, Literal
 from hemiola.runtime.api import Piece
 from hemiola.runtime.errors import shown
 from hemiola.runtime.serving.ask import Ask
-from hemiola.runtime.serving.error_text import INTERNAL, kind_of, text_of
+from hemiola.runtime.serving.error_text import INTERNAL, kind_and_text
 from hemiola.runtime.serving.metrics import Outcome
 
 Failure = tuple[str, str]  # code and message
@@ -61,7 +61,7 @@ def error_of(stream: Stream, lasts: list[Piece]) -> Failure | None:
     if "error" in reasons:
         last = lasts[reasons.index("error")]
         if last.refused is not None:
-            return kind_of(last.refused), text_of(last.refused, stream.flags["error_data"])
+            return kind_and_text(last.refused, stream.flags["error_data"])
         return INTERNAL, last.error or "the engine failed"
     if "cancelled" in reasons and stream.reason != "timeout":
         return "CANCELLED", "the request was cancelled"

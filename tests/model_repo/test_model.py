@@ -29,6 +29,7 @@ from hemiola.runtime.errors import Failed, Lost, Refused
 from hemiola.runtime.llm import LLM
 from hemiola.runtime.progress import File, read_report
 from hemiola.runtime.schedule.request import refused_by_grammar
+from hemiola.runtime.serving import ask as asks
 from hemiola.runtime.serving import ending, service
 from hemiola.runtime.serving.arrival import make_mark
 from hemiola.runtime.serving.ask import read_tensor
@@ -124,7 +125,7 @@ class FakeLlm:
         self.aborted: list[int] = []
         self.before_submit_returns: Callable[[SimpleNamespace], None] = lambda request: None
         self.before_encode_returns: Callable[[object], None] = lambda prompt: None
-        self.config = SimpleNamespace(max_rows=2, num_drafts=3, page_len=16)
+        self.config = SimpleNamespace(max_rows=2, num_drafts=3, page_len=16, max_len=100)
         self.manifest = SimpleNamespace(arch="cpu")
         self.counters, self.reuse = Counters(), Statistics()
         self.tiers = {"host": TierUse(TierStatistics(3, 4, 5, 6), 10, 2, 100, True), "disk": NO_TIER}
@@ -245,8 +246,12 @@ def test_an_error_that_cannot_be_sent_leaves_its_caller_waiting(
         monkeypatch.setattr(model.service.llm, "submit", raising(error))
         sender = ask(model)
         assert sender.sent == [(said, FINAL)]
-    failing = Piece("", [], None, "error", Metrics(num_prompt_tokens=3, arrival=0.0), "no \ud800 here")
     monkeypatch.undo()
+    sender = ask(model)
+    model.service.llm.requests[-1].say(replace(last("error"), refused=Unwritable("other")))
+    until(lambda: sender.sent)
+    assert sender.sent == [("[INTERNAL] Unwritable cannot be written as text (RecursionError)", FINAL)]
+    failing = Piece("", [], None, "error", Metrics(num_prompt_tokens=3, arrival=0.0), "no \ud800 here")
     sender = ask(model)
     model.service.llm.requests[-1].say(failing)
     until(lambda: sender.sent)
@@ -388,6 +393,36 @@ def test_a_prompts_logprobs_are_one_list_however_many_answers_there_are(model: A
         None,
         {"token_id": 5, "logprob": -0.5, "top": [[6, -0.25]]},
     ]
+
+
+def test_the_log_probabilities_of_a_whole_answer_are_held_without_a_limit(
+    model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """64 answers of 4,000 tokens with their 20 best took 0.7 GB; a stream holds none of them."""
+    monkeypatch.setattr(asks, "MOST_SCORES", 12 * 3)
+    asked = {"n": 2, "max_tokens": 6, "logprobs": 2}
+    cut_short = {"n": 1, "max_tokens": 5000, "logprobs": 2}  # the context ends it
+    model.service.llm.config.max_len = 13  # with its prompt of one token
+    wanted = "[INVALID_ARG] logprobs of {} tokens may be {}, the limit is 36; stream, or lower n or max_tokens"
+    for more, said in (
+        (asked, None),
+        (cut_short, None),
+        (asked | {"max_tokens": 7}, wanted.format(14, 42)),
+        (asked | {"logprobs": 3}, wanted.format(12, 48)),
+        ({"n": 1, "max_tokens": 12, "logprobs": 3, "stream": True}, None),
+        ({"n": 2, "max_tokens": 12, "return_log_probs": True}, None),
+        ({"n": 4, "max_tokens": 12, "return_log_probs": True}, wanted.format(48, 48)),
+    ):
+        sender = ask(model, more, [1])
+        assert sender.sent == ([(said, FINAL)] if said else []), more
+        for request in model.service.llm.requests:
+            request.say(last("stop"))
+        until(lambda: not model.service.outbox.num_open)
+        model.service.llm.requests.clear()
+    monkeypatch.setattr(asks, "MOST_TOKENS", 3 * 5)
+    assert not ask(model, {"prompt_logprobs": 1}, [1] * 5).sent
+    ((said, _),) = ask(model, {"prompt_logprobs": 1, "stream": True}, [1] * 6).sent
+    assert "are 18 tokens and log-probabilities of tokens, the limit is 15" in said
 
 
 def test_the_engines_thread_never_waits_for_a_send(model: Any) -> None:
@@ -634,6 +669,20 @@ def test_any_caller_may_overtake_all_others(module: ModuleType) -> None:
         ask(served, {"priority": least})
         assert [request.params.priority for request in served.service.llm.requests] == [least]
         served.finalize()
+
+
+def test_a_request_for_which_there_is_no_thread_counts_for_ever(
+    model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It took a place in the queue, and a server that shut down waited for it."""
+
+    def submit(*_: object) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(model.service._compiling, "submit", submit)
+    ((said, flags),) = ask(model, {"structured_outputs": '{"regex": "a"}'}).sent
+    assert (said, flags) == ("[INTERNAL] RuntimeError: can't start new thread", FINAL)
+    assert model.service.outbox.num_open == 0
 
 
 def test_one_compiling_grammar_blocks_another(model: Any) -> None:

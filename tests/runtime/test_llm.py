@@ -264,6 +264,33 @@ def copy(engine_dir: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(engine_dir, tmp_path / "engine"))
 
 
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("top_k", 2**63), ("stop", [1]), ("logit_bias", {5: "x"}), ("structured_outputs", {"regex": 5}), ("x", 1)],
+)
+@pytest.mark.parametrize("way", ["copied", "constructed", "written into"])
+def test_params_that_nobody_checked_reach_the_engine(llm: LLM, way: str, name: str, value: object) -> None:
+    """Pydantic checks no `model_copy(update=...)`; the engine's thread would raise, for all requests."""
+    match way:
+        case "copied":
+            unchecked = params().model_copy(update={name: value})
+        case "constructed":
+            unchecked = SamplingParams.model_construct(**{name: value})
+            vars(unchecked)[name] = value
+        case _:
+            unchecked = params()
+            vars(unchecked)[name] = value
+    with pytest.raises(Refused, match=name):
+        llm.submit([5], unchecked, print)
+
+
+def test_params_that_change_once_they_are_submitted_change_the_request(llm: LLM) -> None:
+    own = params(logit_bias={5: 100.0}, max_tokens=4)
+    pieces = llm.stream([5], own)
+    own.logit_bias["x"] = None  # pyright: ignore[reportIndexIssue]
+    assert [token_id for piece in pieces for token_id in piece.token_ids] == [5] * 4
+
+
 @pytest.mark.parametrize("opened", [LLM, outline.load])
 def test_an_edited_manifest_is_refused(copy: Path, opened: Callable[[Path], object]) -> None:
     path = copy / outline.FILE

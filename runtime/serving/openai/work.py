@@ -4,7 +4,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple, TypeVar
 
 from hemiola.runtime.api import SamplingParams
-from hemiola.runtime.errors import Name, Refused, shown
+from hemiola.runtime.errors import Refused, shown
+from hemiola.runtime.serving.ask import check_scores, check_total
 from hemiola.runtime.serving.openai.chat import render
 from hemiola.runtime.serving.openai.errors import named
 from hemiola.runtime.serving.openai.guide import guide
@@ -25,8 +26,6 @@ from hemiola.runtime.serving.wire import Pieces
 
 AnyRequest = TypeVar("AnyRequest", bound=ApiRequest)
 REQUEST = 64  # tokens whose packing takes as long as the rest of a request's
-MOST_SCORES = 2**22  # log-probabilities of an answer that is held until it is whole; some 130 bytes each
-MOST_TOKENS = 2**23  # of all prompts of a body: each choice's is sent by itself, and the answer may repeat it
 
 
 class Work(NamedTuple):
@@ -140,24 +139,6 @@ def response(model: ServedModel, request: ResponsesRequest) -> Work:
     choice = ResponseChoice(ids, expected)
     reply = ResponseReply(model, request, choice)
     return Work([(ids, params)], [choice], reply)
-
-
-def check_total(num_tokens: int, num_choices: int, num_scored: int | None) -> None:
-    """num_scored: log-probabilities that are named beside each token's own, if any are."""
-    total = num_tokens * num_choices * (1 if num_scored is None else 2 + num_scored)
-    if total > MOST_TOKENS:
-        named = "" if num_scored is None else " and log-probabilities of tokens"
-        message = f"prompts x n are {total} tokens{named}, the limit is {MOST_TOKENS}"
-        raise Refused("too_long", "n", num_choices, message=message, way_out="send fewer at once")
-
-
-def check_scores(num_tokens: int, num_scored: int | None) -> None:
-    """Of a whole answer: 128 choices of 4,000 tokens with their 20 best took 1.5 GB."""
-    total = 0 if num_scored is None else num_tokens * (1 + num_scored)
-    if total > MOST_SCORES:
-        message = (Name("logprobs"), f" of {num_tokens} tokens may be {total}, the limit is {MOST_SCORES}")
-        way_out = ("stream, or lower n or ", Name("max_tokens"))
-        raise Refused("too_long", "logprobs", num_scored, message=message, way_out=way_out)
 
 
 def encode(model: ServedModel, prompt: str | list[int], special: bool = True) -> list[int]:

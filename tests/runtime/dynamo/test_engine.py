@@ -18,14 +18,15 @@ import pytest
 from kit.router_index import RouterIndex
 
 from hemiola.runtime import manifest
-from hemiola.runtime.api import SamplingParams
+from hemiola.runtime.api import Load, SamplingParams
 from hemiola.runtime.cache.tree import Entry
-from hemiola.runtime.dynamo import events, handover
+from hemiola.runtime.dynamo import engine, events, handover
 from hemiola.runtime.dynamo.binding import Errors
 from hemiola.runtime.dynamo.card import make_card
 from hemiola.runtime.dynamo.engine import DynamoEngine, WorkerBounds
 from hemiola.runtime.dynamo.handover import Handover
 from hemiola.runtime.dynamo.options import WorkerOptions
+from hemiola.runtime.dynamo.reply import last_chunk
 from hemiola.runtime.errors import Failed, Lost, Refused
 from hemiola.runtime.llm import LLM
 
@@ -164,6 +165,27 @@ async def test_chunks_have_the_tokens_of_the_plain_run(engine_dir: Path) -> None
     assert of_prompt[0] is None and len(of_prompt) == len(PROMPT)
     assert of_prompt[3][str(PROMPT[3])]["logprob"] == whole.prompt_logprobs[3].logprob
     json.dumps(chunks)
+
+
+def test_a_prompts_log_probabilities_hold_up_all_streams(
+    engine_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of 100,000 tokens with their 20 best are two million objects, which the event loop made."""
+    within_loop = []
+
+    def make(*given: Any) -> dict[str, Any]:
+        within_loop.append(threading.current_thread() is threading.main_thread())
+        return last_chunk(*given)
+
+    async def ask() -> None:
+        async with Worker(engine_dir) as worker:
+            for outputs in ({}, {"prompt_logprobs": 1}):
+                (chunk,) = [c async for c in worker.ask(max_tokens=1, output_options=outputs)]
+                assert ("engine_data" in chunk) == bool(outputs)
+
+    monkeypatch.setattr(engine, "last_chunk", make)
+    asyncio.run(ask())
+    assert within_loop == [True, False]
 
 
 @running
@@ -324,6 +346,8 @@ def test_events_that_nobody_takes_have_a_limit(
 async def test_an_engine_that_stands_still_is_lost(engine_dir: Path) -> None:
     go_on = threading.Event()
     async with Worker(engine_dir, hang_timeout_s=0.2) as worker:
+        still = Load(1, 0, 8, 0, 0, 8, 0, stalled_s=100.0, failure="")
+        assert not worker.engine._why_lost(still, 0.1), "it was stopped itself, as a paused container is"
         llm = worker.llm
         assert llm is not None
         llm.submit(PROMPT, SamplingParams(max_tokens=5), lambda piece: go_on.wait(60))

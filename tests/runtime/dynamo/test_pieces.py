@@ -98,3 +98,27 @@ def test_a_task_that_is_cancelled_while_it_waits_ends(piece_comes: bool) -> None
                 await read(pieces, 1)
 
     asyncio.run(main())
+
+
+def test_a_task_that_is_interrupted_leaves_those_behind_it_asleep() -> None:
+    """Until another piece comes, which may be never."""
+
+    async def interrupted(pieces: PieceStream) -> None:
+        await pieces
+        raise KeyboardInterrupt
+
+    loop = asyncio.new_event_loop()
+    bell = Doorbell(loop)
+    streams = [PieceStream(bell) for _ in range(3)]
+    first, *others = [
+        loop.create_task(interrupted(stream) if n == 0 else read(stream, 1))
+        for n, stream in enumerate(streams)
+    ]
+    loop.run_until_complete(asyncio.sleep(0))
+    for stream in streams:
+        stream.put(piece(5))
+    with pytest.raises(KeyboardInterrupt):
+        loop.run_forever()
+    assert loop.run_until_complete(asyncio.wait_for(asyncio.gather(*others), 60)) == [[5], [5]]
+    assert isinstance(first.exception(), KeyboardInterrupt)
+    loop.close()

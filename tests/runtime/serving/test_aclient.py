@@ -216,6 +216,64 @@ def test_a_cancel_that_no_server_takes_raises_an_error_of_grpc(
     assert [str(error) for error in errors] == [f"the server at {url}: UNAVAILABLE: Socket closed"] * 2
 
 
+def test_a_cancel_that_the_server_refuses_is_called_done(url: str, triton: Triton, client: Client) -> None:
+    triton.answers = [error("Request for unknown model: 'hemiola' is not found")]
+    errors = of_both(client, url, "cancel", "a")
+    assert [type(error) for error in errors] == [Lost] * 2
+    assert str(errors[0]) == f"the server at {url}: Request for unknown model: 'hemiola' is not found"
+
+
+@pytest.mark.parametrize("call", ["generate", "stream", "chat", "cancel", "check"])
+def test_a_client_that_was_closed_raises_an_error_of_grpc(url: str, triton: Triton, call: str) -> None:
+    given = [["a"]] if call == "generate" else [CHAT] if call == "chat" else ["a"]
+
+    async def ask() -> None:
+        client = AsyncClient(url)
+        await client.close()
+        made = getattr(client, call)(*([] if call == "check" else given))
+        if call == "stream":
+            await anext(made)
+        else:
+            await made
+
+    with pytest.raises(Lost, match="the client was closed"):
+        run(ask())
+    if call in ("cancel", "chat"):
+        with Client(url) as client:
+            client.close()
+            with pytest.raises(Lost, match="the client was closed"):
+                getattr(client, call)(*given)
+    assert not triton.requests
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ({"url": 5}, "url is 5; give a text"),
+        ({"url": "\ud800"}, "url is not valid Unicode"),
+        ({"model": None}, "model is None; give a text"),
+        ({"retries": -1}, "retries is -1; give a whole number, 0 or more"),
+        ({"retries": "2"}, "retries is '2'; give"),
+        ({"retries": 1.5}, "retries is 1.5; give"),
+    ],
+)
+def test_a_client_that_is_made_wrong_is_a_traceback_or_tries_for_ever(
+    url: str, wrong: dict[str, Any], said: str
+) -> None:
+    for kind in (Client, AsyncClient):
+        with pytest.raises(Refused, match=said):
+            kind(**{"url": url} | wrong)
+
+
+@pytest.mark.parametrize("method", ["generate", "chat", "stream"])
+def test_params_that_are_none_at_all_are_taken_for_the_default(
+    url: str, client: Client, method: str
+) -> None:
+    given = {"generate": ["a"], "chat": CHAT, "stream": "a"}[method]
+    for error in of_both(client, url, method, given, {}):
+        assert isinstance(error, Refused) and "SamplingParams" in str(error)
+
+
 def test_only_one_client_says_which_models_there_are(url: str) -> None:
     async def enter() -> None:
         async with AsyncClient(url, "x"):

@@ -142,6 +142,21 @@ def test_leaving_a_stream_cancels_by_id_and_never_drops_it(client: Client, trito
     assert triton.cancelled == [triton.requests[0].id]
 
 
+@pytest.mark.parametrize("name", ["cancel", "a1"])
+def test_a_request_that_is_called_cancel_waits_for_ever(client: Client, triton: Triton, name: str) -> None:
+    """Its answer was taken for that of a cancellation."""
+    triton.answers = [response(text_output="a", output_ids=[1]), final(text_output="b")]
+    for answer in triton.answers:
+        answer.infer_response.id = name
+    assert "".join(piece.text for piece in client.stream("x", request_id=name)) == "ab"
+    triton.answers.pop()
+    pieces = client.stream("x", request_id=name)
+    next(pieces)
+    pieces.close()
+    assert triton.cancelled == [name]
+    all_ended(triton, "read to its end")
+
+
 def test_a_server_that_does_not_answer_a_cancel_is_given_up(
     client: Client, triton: Triton, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -289,6 +304,8 @@ UNSENT: dict[str, tuple[dict[str, Any], str]] = {
     "id_number": ({"request_id": 5}, "request_id is 5; give a text"),
     "timeout_text": ({"timeout_s": "5"}, "timeout_s is '5'; give seconds, more than 0"),
     "timeout_nan": ({"timeout_s": math.nan}, "timeout_s is nan; give seconds, more than 0"),
+    "params_copied": ({"params": SamplingParams().model_copy(update={"stop": [1]})}, "stop[0] is 1; give a"),
+    "params_seed": ({"params": SamplingParams().model_copy(update={"seed": 2**80})}, "seed is 12089258196"),
     "bytes": ({"prompt": [{"role": "user", "content": b"x"}]}, "messages cannot be sent (Object of type"),
     "deep": ({"prompt": [{"role": "user", "content": DEEP}]}, "messages cannot be sent (nested too deeply);"),
     "nan": ({"prompt": [{"role": "user", "content": math.nan}]}, "messages cannot be sent (Out of range"),

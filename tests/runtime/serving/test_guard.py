@@ -122,6 +122,24 @@ def test_dear_bodies_hold_up_those_that_a_thread_reads(
         thread.join(60)
 
 
+def test_a_request_that_no_thread_can_read_has_no_answer(
+    guard: Guard, upstream: Upstream, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """And its traceback fills the log."""
+
+    def start_thread(*_: object) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(guards.asyncio, "to_thread", start_thread)
+    answer = said(guard, request(b'"' + b"x" * 2**17 + b'"'))
+    assert answer.startswith(b"HTTP/1.1 500 Internal Server Error\r\n") and b"send it again" in answer
+    until(lambda: guard._num_open == 0)
+    assert [record.getMessage() for record in caplog.records] == [
+        "a request failed: RuntimeError: can't start new thread"
+    ]
+    assert said(guard, request(b"{}")) == ANSWER
+
+
 def test_a_form_body_reaches_the_parser_of_forms(guard: Guard, upstream: Upstream) -> None:
     form = b"Content-Type: application/x-www-form-urlencoded\r\nX-Own: 1\r\nhemiola-arrival: SECRET 1.0\r\n"
     for framing in (

@@ -1,5 +1,7 @@
 """What a server decides before and after tritonserver; tests/model_repo has the real one."""
 
+import errno
+import math
 import signal
 import socket
 import subprocess
@@ -176,6 +178,45 @@ def test_nothing_in_flight_is_no_loss_and_one_request_is_no_requests(
 def test_one_restart_is_no_restarts(family: subprocess.Popen[str]) -> None:
     with pytest.raises(RuntimeError, match=r"^it burns; 1 restart \(--restart\) did not help$"):
         serving(family)._started_again("it burns", left=0, restarts=1)
+
+
+def test_a_container_that_was_paused_loses_its_server(
+    family: subprocess.Popen[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All its processes were stopped: nobody has moved, and nobody has hung."""
+    server = serving(family, "m")
+    old = heartbeat.now(0, 0, 0, "")._replace(time=time.monotonic() - 100)
+    heartbeat.write(server._home.beats / "m", old)
+    looks = iter([3.0, 3.0, 40.0])
+    monkeypatch.setattr(heartbeat.Awake, "look", lambda self: next(looks))
+    monkeypatch.setattr(launcher, "WATCH_S", 0.01)
+    monkeypatch.setattr(launcher, "FAREWELL_S", 0.0)
+    assert "has not moved for 100 s" in server.wait()
+    assert not list(looks), "it judged before it had looked for as long itself"
+
+
+def test_a_gap_between_two_looks_is_no_look(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = [100.0]
+    monkeypatch.setattr(heartbeat, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    awake, found = heartbeat.Awake(), []
+    for passed in (1.0, heartbeat.PAUSE_S, heartbeat.PAUSE_S + 1, 1.0, 2.0, 60.0, 4.0):
+        clock[0] += passed
+        found.append(awake.look())
+    assert found == [math.inf, math.inf, 0.0, 1.0, 3.0, 0.0, 4.0]
+
+
+def test_a_disk_that_is_full_ends_a_server_with_restarts_left(
+    family: subprocess.Popen[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def start() -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    server, said = serving(family), list[str]()
+    monkeypatch.setattr(launcher, "time", SimpleNamespace(sleep=lambda seconds: None))
+    monkeypatch.setattr(server, "start", start)
+    monkeypatch.setattr(server.printer, "say", said.append)
+    assert not server._started_again("it burns", left=1, restarts=2)
+    assert said[-1] == "lost again: [Errno 28] No space left on device\n"
 
 
 def test_a_server_that_was_well_for_long_has_no_restart_left(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -116,6 +116,21 @@ def test_those_who_wait_for_a_place_are_without_number(monkeypatch: pytest.Monke
         assert [one.result()["refused"] for one in waiting] == ["no engine"] * 2
 
 
+def test_who_asks_while_a_peer_closes_waits_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`close` took all places, for those that it waited for, and kept them."""
+    monkeypatch.setattr(peers, "_agent", object)
+    ours, theirs = socket.socketpair()
+    peer, exported = Peer(), []
+    with ours, theirs:
+        peer.close()
+        serving = threading.Thread(
+            target=peer._answer_in_turn, args=(theirs, ASKED, lambda *_, **__: exported.append(1)), daemon=True
+        )
+        serving.start()
+        serving.join(30)
+        assert not serving.is_alive() and not exported
+
+
 def test_a_peer_with_a_thousand_connections_sends_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """It waited with select(), which takes no descriptor from 1024 on; the fetch was told of a lost peer."""
     released = []

@@ -15,7 +15,7 @@ from kit.scripted_triton import ScriptedTriton, script
 from kit.served import until
 
 from hemiola.runtime.api import Logprob
-from hemiola.runtime.serving import json_size
+from hemiola.runtime.serving import ask, json_size
 from hemiola.runtime.serving.aside import Aside
 from hemiola.runtime.serving.openai import app, body, readers, work
 from hemiola.runtime.serving.openai.body import Bodies
@@ -134,7 +134,7 @@ def test_prompts_are_sent_for_each_choice_without_a_limit(
     more: dict,
     total: int,
 ) -> None:
-    monkeypatch.setattr(work, "MOST_TOKENS", 1000)
+    monkeypatch.setattr(ask, "MOST_TOKENS", 1000)
     triton.script = script("ok")
     url = f"{start().url}/{route}"
     assert requests.post(url, json={"model": "tiny", **given}, timeout=60).status_code == 200
@@ -148,7 +148,7 @@ def test_prompts_are_sent_for_each_choice_without_a_limit(
 def test_the_log_probabilities_of_a_whole_answer_are_held_without_a_limit(
     start: Callable[..., Front], triton: ScriptedTriton, monkeypatch: pytest.MonkeyPatch, route: str
 ) -> None:
-    monkeypatch.setattr(work, "MOST_SCORES", 1050)
+    monkeypatch.setattr(ask, "MOST_SCORES", 1050)
     triton.script = script("ok")
     url, is_chat = f"{start().url}/{route}", route.startswith("chat")
     asked: dict[str, Any] = {"model": "tiny", "max_tokens": 50, "n": 10}
