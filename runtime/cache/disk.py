@@ -333,9 +333,9 @@ class DiskTier:
             )
             if self.is_on:
                 job.ok &= self._worker.share(self._write_unit, job.writes)
-                begun = time.monotonic()
+                begun = self._worker.clock()
                 job.ok &= self._worker.share(self._read_unit, job.reads)
-                job.seconds = time.monotonic() - begun
+                job.seconds = self._worker.clock() - begun
         finally:
             self._done.put(job)
             if job.done:
