@@ -6,38 +6,13 @@ up neither who asks nor the end of the process, and `stalled_s` says for how lon
 
 import logging
 import threading
-import time
 from collections.abc import Callable, Sequence
 from queue import SimpleQueue
 from typing import Any
 
+from hemiola.runtime.running_time import RunningTime
+
 log = logging.getLogger("hemiola")
-TICK = 0.25  # seconds
-
-
-class Clock:
-    """Seconds in which this process ran. One that is stopped (SIGSTOP, a frozen container) sees no disk move:
-    such a pause counts as two ticks, however long it was. Until `end`."""
-
-    def __init__(self) -> None:
-        self.wall = time.monotonic
-        self._last = 0.0, self.wall()  # seconds at the last tick, and when that was
-        self._ended = threading.Event()
-        threading.Thread(target=self._run, name="hemiola-clock", daemon=True).start()
-
-    def __call__(self) -> float:
-        seconds, at = self._last
-        return seconds + min(self.wall() - at, 2 * TICK)
-
-    def tick(self) -> None:
-        self._last = self(), self.wall()
-
-    def end(self) -> None:
-        self._ended.set()
-
-    def _run(self) -> None:
-        while not self._ended.wait(TICK):
-            self.tick()
 
 
 class Worker:
@@ -49,7 +24,7 @@ class Worker:
         self._on_end = on_end
         self._num_asked = self._num_done = 0  # by who asks, by the thread
         self._moved = 0.0  # by `clock`: when a piece or a task ended or began
-        self.clock: Callable[[], float] = (clock := Clock())
+        self.clock: Callable[[], float] = (clock := RunningTime())
         self._end_clock = clock.end
         self._helpers = [self._start(self._help, f"{name}-{number}") for number in range(num_helpers)]
         self._thread = self._start(self._work, name)

@@ -13,7 +13,7 @@ from kit.served import until
 from hemiola.runtime.cache import disk, prefix
 from hemiola.runtime.cache.disk import LIMIT_S, DiskTier
 from hemiola.runtime.cache.disk_file import header_bytes
-from hemiola.runtime.cache.worker import TICK, Clock
+from hemiola.runtime.running_time import TICK, RunningTime
 from hemiola.runtime.schedule import loop as loops
 
 TEXT = [3 * n % 97 for n in range(40)]
@@ -145,7 +145,7 @@ def test_a_process_that_was_stopped_during_a_read_takes_the_disk_for_one_that_ha
 ) -> None:
     """And the tier was off for good, or the disk seemed slow for hours."""
     hand, tier, gate.is_shut = filled, tier_of(filled), True
-    clock = tier._worker.clock = Clock()
+    clock = tier._worker.clock = RunningTime()
     clock.end()
     clock.wall = lambda: hand.now[0]
     clock._last = 0.0, 0.0
@@ -163,26 +163,6 @@ def test_a_process_that_was_stopped_during_a_read_takes_the_disk_for_one_that_ha
     assert hand.requests[0].metrics.cached_tokens == 32
     assert tier.reading.seconds(READ) == 2 * TICK
     end(hand)
-
-
-def test_the_clock_counts_all_time_but_pauses() -> None:
-    now = [5.0]
-    clock = Clock()
-    clock.end()
-    clock.wall = lambda: now[0]
-    clock._last = 0.0, 5.0
-    for seconds in (TICK, TICK, 2 * TICK):
-        now[0] += seconds
-        clock.tick()
-    now[0] += TICK / 2
-    assert clock() == pytest.approx(4.5 * TICK)
-    now[0] += 3600
-    assert clock() == pytest.approx(6 * TICK)
-    clock.tick()
-    assert clock() == pytest.approx(6 * TICK)
-    real = Clock()
-    until(lambda: real() > 2 * TICK)  # it ticks
-    real.end()
 
 
 @pytest.mark.parametrize("forget", ["flush", "withdraw"])
