@@ -198,6 +198,8 @@ class PrefixCache:
             start = self._admit(chain, known_len, spare_pages, found)
         if start is not None:
             self.host.tick()
+            if self.disk is not None:
+                self.disk.tier.tick()
         return start
 
     def _admit(self, chain: Chain, known_len: int, spare_pages: int, found: Match) -> Start | None:

@@ -273,6 +273,35 @@ def test_a_file_with_little_room_gives_up_what_is_worth_least(open_hand: Make) -
     assert hand.loop.scheduler.prefix.disk.tier.statistics.evicted_units > 0
 
 
+@pytest.mark.parametrize("read", [0, 1])
+def test_what_was_read_goes_before_what_nobody_asked_for_again(open_hand: Make, read: int) -> None:
+    """There is room for two texts. To the file all were as old, and none was ever used."""
+    hand, asked = open_hand(units=15), texts(3, 38)
+    for text in asked[:2]:
+        ask(hand, text, 1)
+    end(hand)
+    hand = open_hand(units=15)
+    for n in range(16):
+        ask(hand, [n], 1)  # time passes
+    assert ask(hand, asked[read], 1) == 32
+    assert ask(hand, asked[2], 1) == 0
+    end(hand)
+    hand = open_hand(units=15)
+    assert [ask(hand, asked[n], 1) for n in (read, 2, 1 - read)] == [32, 32, 0]
+
+
+def test_what_nobody_reads_stays_in_the_file_for_ever(open_hand: Make) -> None:
+    """A long text saves more than a short one. But it grows old while others come."""
+    hand, (long, *short) = open_hand(units=22, hybrid=False), [texts(1, 60)[0], *texts(60, 12)]
+    ask(hand, long, 1)
+    hand.loop.scheduler.prefix.save()
+    for text in short:
+        ask(hand, text, 1)
+        hand.loop.scheduler.prefix.save()
+        assert hand.loop.scheduler.prefix.disk.drain(60)
+    assert hand.loop.scheduler.prefix.disk.tier.match(hand.requests[0].chain, 60, 0) is None
+
+
 def test_tenants_are_apart_in_the_file(open_hand: Make) -> None:
     hand, (text,) = open_hand(), texts(1)
     request_id = hand.submit(text, max_tokens=3, cache_salt="a")

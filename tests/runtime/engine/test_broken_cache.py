@@ -27,9 +27,7 @@ def faulty(make_hand: Callable[..., Hand]) -> Callable[..., Hand]:
         faults = sizes.pop("faults", {0})
         hybrid = sizes.pop("hybrid", True)
         small = {"max_step_tokens": P, "prefix_cache": True, "pipeline_depth": depth, "snapshot_interval": P}
-        return make_hand(
-            session=FaultySession(resolved(**small | sizes), faults, hybrid, value, spoils), hybrid=hybrid
-        )
+        return make_hand(session=FaultySession(resolved(**small | sizes), faults, hybrid, value, spoils))
 
     return make
 
@@ -296,8 +294,9 @@ def test_who_sends_what_computes_nan_keeps_those_of_its_first_page_from_ending(
         return None if len(context) == P + 1 and context[-1] != text[P] else hashed(context)
 
     sizes = {"max_step_tokens": 4 * P, "max_len": 256, "pipeline_depth": depth, "snapshot_interval": P}
-    session = FakeSession(resolved(**sizes, max_rows=3, prefix_cache=True), next_token, hybrid)
-    hand = make_hand(session=session, hybrid=hybrid)
+    hand = make_hand(
+        session=FakeSession(resolved(**sizes, max_rows=3, prefix_cache=True), next_token, hybrid)
+    )
     good, num_turns = hand.submit(text, max_tokens=9, priority=1), 0
     while not hand.ended(good) and num_turns < 100:
         num_turns += 1
