@@ -168,7 +168,7 @@ class DiskTier:
             return False
         if last in self._under_way:
             self._under_way[last].done.append(done)
-            self._use(last)
+            self._count_use(last)
             return True
         known, missing = self._host.known(last)
         state = self.tier.state_of(last)
@@ -192,12 +192,12 @@ class DiskTier:
         self._under_way[last] = job
         self._awaited.append(job)
         self._begin(job)
-        self._use(last)
+        self._count_use(last)
         return True
 
-    def _use(self, last: Entry) -> None:
+    def _count_use(self, last: Entry) -> None:
         with self.tier.held(last):
-            self.tier.use(last)
+            self.tier.count_use(last)
 
     def _pays(self, work: float, num_units: int) -> bool:
         """Whether to read so many units is worth the work that it saves, as far as both were measured."""

@@ -165,7 +165,7 @@ class Tier:
                 self._evictor.snapshots.add(entry)
             self._rest(entry)
 
-    def use(self, last: Entry) -> None:
+    def count_use(self, last: Entry) -> None:
         """A request is to start at this edge. `last` is held."""
         self._evictor.use(last)
 
@@ -177,7 +177,7 @@ class Tier:
         state = self.state_of(last)
         if state:
             self.mover.load_slot(state, slot_id)
-        self.use(last)
+        self.count_use(last)
         self.statistics.num_hits += 1
         self.statistics.loaded_units += len(units) + len(state)
         return self.mover.mark()

@@ -375,7 +375,7 @@ class Scheduler:
                 self.prefix.commit(row.slot_id, new_len, request.total_len, stored_edge, row.chooses)
 
     def _distrust(self, slot_id: int) -> None:
-        """A request computed NaN: nothing of its prefix stays cached, and who shares it starts anew, alone."""
+        """A request computed NaN: nothing of its prefix stays cached; who shares it starts anew, alone."""
         affected = self.prefix.withdraw(slot_id)
         for request in [one for one in self.running if one.slot_id in affected]:
             if request.finish_reason is None:
