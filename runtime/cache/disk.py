@@ -168,6 +168,7 @@ class DiskTier:
             return False
         if last in self._under_way:
             self._under_way[last].done.append(done)
+            self._count_use(last)
             return True
         known, missing = self._host.known(last)
         state = self.tier.state_of(last)
@@ -191,7 +192,12 @@ class DiskTier:
         self._under_way[last] = job
         self._awaited.append(job)
         self._begin(job)
+        self._count_use(last)
         return True
+
+    def _count_use(self, last: Entry) -> None:
+        with self.tier.held(last):
+            self.tier.count_use(last)
 
     def _pays(self, work: float, num_units: int) -> bool:
         """Whether to read so many units is worth the work that it saves, as far as both were measured."""
@@ -333,9 +339,9 @@ class DiskTier:
             )
             if self.is_on:
                 job.ok &= self._worker.share(self._write_unit, job.writes)
-                begun = time.monotonic()
+                begun = self._worker.clock()
                 job.ok &= self._worker.share(self._read_unit, job.reads)
-                job.seconds = time.monotonic() - begun
+                job.seconds = self._worker.clock() - begun
         finally:
             self._done.put(job)
             if job.done:

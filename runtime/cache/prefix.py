@@ -32,8 +32,10 @@ Decisions:
 * What a step computes is not found in that step: entries know the step in which they were published.
 * A page goes only after those behind it, and takes its snapshot along: no snapshot is ever out of reach.
 * Chunks of a prompt are published before anybody can see if they hold NaN; a token chosen behind them proves
-  them. NaN withdraws a text's pages and all behind them, and who runs from them starts anew. What nobody has
-  proven leaves with its last holder.
+  them. NaN withdraws a text's pages and all behind them, and who runs from them starts anew. That is so for
+  pages that were proven, too: they may have spoilt since, and every request that begins there would fail. If
+  they have not, others compute them again. Who starts anew shares nothing from then on: it does so once,
+  however many requests of its first page compute NaN. What nobody has proven leaves with its last holder.
 """
 
 import time
@@ -188,13 +190,16 @@ class PrefixCache:
         """
         if self._lacks_still(chain, spare_pages):
             return None
-        found = self._match(chain, known_len) if self.enabled and may_hit else Match([], None, 0, None, 0)
+        may_hit = self.enabled and may_hit and not chain.alone
+        found = self._match(chain, known_len) if may_hit else Match([], None, 0, None, 0)
         if self.host is None:
             return self._admit(chain, known_len, spare_pages, found)
         with self.host.held(found.host):
             start = self._admit(chain, known_len, spare_pages, found)
         if start is not None:
             self.host.tick()
+            if self.disk is not None:
+                self.disk.tier.tick()
         return start
 
     def _admit(self, chain: Chain, known_len: int, spare_pages: int, found: Match) -> Start | None:
@@ -223,7 +228,8 @@ class PrefixCache:
         self.slots.edge[slot_id] = start
         junction = found.junction if found.junction > start else 0
         began = [(hit, hit.slot_id)] if hit is not None and hit.slot_id else []
-        self._leases[slot_id] = Lease(chain, known_len, junction, path, began, not self.enabled)
+        is_stale = chain.alone or not self.enabled
+        self._leases[slot_id] = Lease(chain, known_len, junction, path, began, is_stale)
         self.evictor.clock += 1
         self.statistics.num_queries += 1
         self.statistics.num_hits += start > 0

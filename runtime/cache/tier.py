@@ -165,6 +165,10 @@ class Tier:
                 self._evictor.snapshots.add(entry)
             self._rest(entry)
 
+    def count_use(self, last: Entry) -> None:
+        """A request is to start at this edge. `last` is held."""
+        self._evictor.use(last)
+
     def load(self, last: Entry, num_shared: int, page_ids: Sequence[int], slot_id: int) -> int:
         """Begin to copy what a request needs: its pages behind the first num_shared, and the state. Returns
         the mover's mark. `last` is held."""
@@ -173,7 +177,7 @@ class Tier:
         state = self.state_of(last)
         if state:
             self.mover.load_slot(state, slot_id)
-        self._evictor.use(last)
+        self.count_use(last)
         self.statistics.num_hits += 1
         self.statistics.loaded_units += len(units) + len(state)
         return self.mover.mark()

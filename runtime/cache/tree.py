@@ -69,6 +69,7 @@ class Chain:
         self.salt = salt
         self.root = digest(b"", salt)
         self.lacked: Lacked | None = None
+        self.alone = False  # its request neither begins from what is cached nor publishes
         self._page_len = page_len
         self._keys: list[bytes] = []
 

@@ -6,10 +6,11 @@ up neither who asks nor the end of the process, and `stalled_s` says for how lon
 
 import logging
 import threading
-import time
 from collections.abc import Callable, Sequence
 from queue import SimpleQueue
 from typing import Any
+
+from hemiola.runtime.running_time import RunningTime
 
 log = logging.getLogger("hemiola")
 
@@ -23,7 +24,8 @@ class Worker:
         self._on_end = on_end
         self._num_asked = self._num_done = 0  # by who asks, by the thread
         self._moved = 0.0  # by `clock`: when a piece or a task ended or began
-        self.clock = time.monotonic
+        self.clock: Callable[[], float] = (clock := RunningTime())
+        self._end_clock = clock.end
         self._helpers = [self._start(self._help, f"{name}-{number}") for number in range(num_helpers)]
         self._thread = self._start(self._work, name)
 
@@ -47,6 +49,7 @@ class Worker:
         """End behind what was asked; False if that takes longer, and is left to itself."""
         self._tasks.put(None)
         self._thread.join(seconds)
+        self._end_clock()
         return not self._thread.is_alive()
 
     # What tasks call.

@@ -20,6 +20,7 @@ from hemiola.runtime.config import Resolved
 from hemiola.runtime.device.memory import close_all
 from hemiola.runtime.device.transfer import fence
 from hemiola.runtime.errors import Failed, Refused
+from hemiola.runtime.running_time import RunningTime
 from hemiola.runtime.schedule.inbox import (
     Abort,
     Close,
@@ -98,7 +99,8 @@ class Loop:
         if (disk := scheduler.prefix.disk) is not None:
             disk.wake = lambda: inbox.put(Fetched())  # it does not refer to this loop
         self._closing = False
-        # when the thread last began a turn, by time.monotonic; inf: it waits for work
+        self._now: Callable[[], float] = time.monotonic
+        # when the thread last began a turn, by the clock; inf: it waits for work
         self._turned = math.inf
         self._moved = (0, -math.inf)  # the last number of calls that was seen, and when it was new
         self._held = ExitStack()
@@ -190,6 +192,8 @@ class Loop:
     def start(self, held: ExitStack | None = None) -> None:
         """held: is closed by the thread when it ends, however it does."""
         self._held = held or self._held
+        self._now = clock = RunningTime()
+        self._held.callback(clock.end)
         thread = threading.Thread(target=self._run, name="hemiola-loop", daemon=True)
         thread.start()  # or it names this loop as long as the loop names it
         self._thread = thread
@@ -254,7 +258,7 @@ class Loop:
 
     def _stalled_s(self) -> float:
         """A long step is no stall while its kernels are called, as far as a device lets us see them."""
-        now, num_calls = time.monotonic(), self._num_calls()
+        now, num_calls = self._now(), self._num_calls()
         if num_calls != self._moved[0]:
             self._moved = (num_calls, now)
         return max(0.0, now - max(self._turned, self._moved[1]))
@@ -281,7 +285,7 @@ class Loop:
     def _run(self) -> None:
         try:
             while not self._closing or self._busy or self.scheduler.fetching:
-                self._turned = time.monotonic()
+                self._turned = self._now()
                 self.turn()
             self.scheduler.prefix.save()
         except BaseException as error:  # sys.exit() ends this thread and not the process
@@ -314,7 +318,7 @@ class Loop:
         if not self._busy:
             self._turned = math.inf
             message = self._inbox.wait(IDLE_SECONDS, self._idle)
-            self._turned = time.monotonic()
+            self._turned = self._now()
             self._read(message)
         for message in self._inbox.take():
             self._read(message)

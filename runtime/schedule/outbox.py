@@ -24,7 +24,6 @@ class _Letter:
     request: Request
     on_piece: OnPiece
     growing: Growing | None  # None: an engine without a tokenizer, or nobody wants the text
-    sent_len: int  # ids that left already, prompt included
 
 
 class Outbox:
@@ -42,7 +41,7 @@ class Outbox:
                 growing = Growing(self._text, request.ids[: request.prompt_len].tolist(), stop)
         except BaseException as error:  # a panic of a library in Rust is no Exception
             _fail(request, error)
-        letter = self._letters[request.id] = _Letter(request, on_piece, growing, request.prompt_len)
+        letter = self._letters[request.id] = _Letter(request, on_piece, growing)
         if request.given_len > request.prompt_len and request.finish_reason is None:
             self._go_on(letter)
 
@@ -53,7 +52,7 @@ class Outbox:
             _new_text(letter, request.ids[request.prompt_len : request.given_len].tolist())
         except BaseException as error:
             _fail(request, error)
-        letter.sent_len = request.given_len
+        request.told_len = request.given_len
 
     def get(self, request_id: int) -> Request | None:
         letter = self._letters.get(request_id)
@@ -71,7 +70,7 @@ class Outbox:
             letter = self._letters.get(request.id)
             if letter is None:
                 continue  # it ended while the step was under way
-            if request.total_len > letter.sent_len or request.finish_reason is not None:
+            if request.total_len > request.told_len or request.finish_reason is not None:
                 events.append(self._write(letter, now))
         return events
 
@@ -81,21 +80,21 @@ class Outbox:
 
     def _write(self, letter: _Letter, now: float) -> Event:
         request = letter.request
-        token_ids, logprobs = request.ids[letter.sent_len : request.total_len].tolist(), None
+        token_ids, logprobs = request.ids[request.told_len : request.total_len].tolist(), None
         try:
             text = _new_text(letter, token_ids)
         except BaseException as error:
             text = ""
             _fail(request, error)
-        del token_ids[request.total_len - letter.sent_len :]  # behind a stop string
+        del token_ids[request.total_len - request.told_len :]  # behind a stop string
         if request.params.logprobs is not None:
-            logprobs = request.logprobs[letter.sent_len - request.given_len :]
+            logprobs, request.logprobs = request.logprobs, []  # a long answer's take gigabytes
         of_prompt = None
         if token_ids:
             _count(request, now)
-            if request.params.prompt_logprobs is not None and letter.sent_len <= request.given_len:
+            if request.params.prompt_logprobs is not None and request.told_len <= request.given_len:
                 of_prompt = [None, *request.prompt_logprobs]  # they leave with the first token
-        letter.sent_len = request.total_len
+        request.told_len = request.total_len
         if request.finish_reason is None:
             piece = Piece(text, token_ids, logprobs, prompt_logprobs=of_prompt)
             return Event(request, piece, letter.on_piece)
@@ -119,10 +118,10 @@ def _new_text(letter: _Letter, token_ids: list[int]) -> str:
     for at, token_id in enumerate(token_ids):
         if token_id in request.stop_ids:  # it ends the text and is no part of it
             break
-        num_before = letter.sent_len + at - request.prompt_len
-        text += growing.push(token_id, num_before >= request.params.min_tokens)
+        num_before = request.told_len + at - request.prompt_len
+        text += growing.push(token_id, may_stop=num_before >= request.params.min_tokens)
         if growing.stopped:
-            request.stop_at(letter.sent_len + at + 1)
+            request.stop_at(request.told_len + at + 1)
             break
     return text if request.finish_reason is None else text + growing.finish()
 

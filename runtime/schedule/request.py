@@ -40,6 +40,7 @@ class Request:
     bad_words: Words = ()
     wants_text: bool = True  # else its pieces have ids alone; stop strings are looked for in any case
     given_len: int = field(init=False)  # total_len when it came: prompt, and output that its caller has
+    told_len: int = field(init=False)  # total_len when its last piece left, kept by the outbox
     rule: Rule = field(init=False)
     guide: Guide | None = None  # of a request with a grammar
     committed_len: int = 0
@@ -66,12 +67,12 @@ class Request:
     # how it ends
     finish_reason: FinishReason | None = None
     error: str | Refused | None = None  # Refused: the caller's fault
-    logprobs: list[Logprob] = field(default_factory=list)  # of tokens from given_len on, if asked for
+    logprobs: list[Logprob] = field(default_factory=list)  # of tokens that have not left, if asked for
     prompt_logprobs: list[Logprob] = field(default_factory=list)  # of the prompt's, from the second on
 
     def __post_init__(self) -> None:
         self.priority = self.params.priority
-        self.given_len = self.total_len
+        self.given_len, self.told_len = self.total_len, self.prompt_len
         self.rule = Rule(self.params, self.seed, self.prompt_len, self.stop_ids, self.bad_words)
 
     @property
@@ -106,7 +107,7 @@ class Request:
     def add_logprobs(self, logprobs: Sequence[Logprob]) -> None:
         """Add those of the tokens that were just appended."""
         self.logprobs.extend(logprobs)
-        del self.logprobs[self.total_len - self.given_len :]
+        del self.logprobs[self.total_len - self.told_len :]
 
     def add_prompt_logprobs(self, position: int, logprobs: Sequence[Logprob]) -> None:
         """Of the tokens from a position of the prompt on; a chunk that runs again brings the same."""
@@ -116,7 +117,7 @@ class Request:
         """End here because the text up to here holds a stop string."""
         self.total_len = total_len
         self.finish_reason, self.error = "stop", None
-        del self.logprobs[total_len - self.given_len :]
+        del self.logprobs[total_len - self.told_len :]
 
     def fail(self, error: str | Refused) -> None:
         self.finish_reason = "error"

@@ -375,11 +375,11 @@ class Scheduler:
                 self.prefix.commit(slot_id, new_len, request.total_len, stored_edge, row.chooses)
 
     def _distrust(self, slot_id: int) -> None:
-        """A request computed NaN: nothing of its prefix stays cached, and who shares it starts anew."""
+        """A request computed NaN: nothing of its prefix stays cached; who shares it starts anew, alone."""
         affected = self.prefix.withdraw(slot_id)
         for request in [one for one in self.running if one.slot_id in affected]:
             if request.finish_reason is None:
-                request.starts_anew = request.leaving = True
+                request.starts_anew = request.leaving = request.chain.alone = True
                 request.prompt_logprobs.clear()
                 self._anew.append(request)  # reap sends it away: it may still end in this step
 

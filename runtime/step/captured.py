@@ -59,6 +59,7 @@ class Captured:
         self._stage = Stage([self.shapes(bucket) for bucket in self.buckets], ledger.device)
         self._graphs: Graphs[Bucket, CapturedResult] | None = None
         self.num_steps = 0
+        self._has_warned = False
 
     def capture(self, pool: Any, report: Captures) -> Graphs[Bucket, CapturedResult]:
         """From now on steps are replayed. pool: of graphs whose memory these share."""
@@ -68,9 +69,11 @@ class Captured:
 
     def open(self, slot_id: int, rule: Rule) -> None:
         """A request takes the slot."""
-        if not self.rules.holds(rule):
+        if not self.rules.holds(rule) and not self._has_warned:
+            self._has_warned = True  # callers may send as many as they like
             log.warning(
-                "a request's bad words, biases or stop ids are more than %s: its steps run without a graph",
+                "a request's bad words, biases or stop ids are more than %s: its steps, and those of others"
+                " like it, run without a graph",
                 self.rules.HELD,
             )
         self.rules.open(slot_id, rule)

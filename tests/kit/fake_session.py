@@ -75,10 +75,11 @@ def nothing() -> None: ...
 class FakeUnits:
     """Stands for HostUnits: a unit holds a page's tokens, or, as all of a snapshot's, its state."""
 
-    units_per_slot = 3
+    units_per_slot = 3  # of an engine with recurrences
 
     def __init__(self, session: "FakeSession", num_units: int) -> None:
         self.session, self.num_units = session, num_units
+        self.units_per_slot *= session.hybrid
         self.content: list[list[int] | None] = [None] * num_units
         self._coming: list[Callable[[], None]] = []  # copies, none of which is done before a step is held
         self._polls: dict[int, int] = {}  # by mark: so often it has not come yet
@@ -167,7 +168,7 @@ class FakeSession(OneRank):
     def __init__(self, config: Resolved, next_token: NextToken = hashed, hybrid: bool = True) -> None:
         self.config = config
         self.next_token = next_token
-        self.hybrid = hybrid  # else a state is what the pages say
+        self.hybrid = hybrid  # else there are no snapshots, and a state is what the pages say
         self.pages = np.full((config.num_pages, config.page_len), POISON, np.int64)
         self.states: list[list[int] | None] = [None] * config.num_slots  # the tokens before the slot's edge
         self.records = np.full((config.num_slots, config.chunk_len + config.num_drafts), POISON, np.int64)

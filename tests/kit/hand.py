@@ -81,6 +81,7 @@ class Hand:
         def admit_and_check(
             chain: Chain, known_len: int, spare_pages: int = 0, may_hit: bool = True
         ) -> Start | None:
+            may_hit = may_hit and not chain.alone
             expected = self.expected_hit(chain.ids[:known_len].tolist(), chain.salt) if may_hit else 0
             if self.router is not None:
                 depth = self.router.depth(chain.ids[:known_len].tolist(), tenant_of(chain.salt))

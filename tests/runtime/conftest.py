@@ -65,7 +65,7 @@ def make_hand() -> Callable[..., Hand]:
     ) -> Hand:
         config = session.config if session is not None else resolved(**sizes)
         session = session or FakeSession(config, hybrid=hybrid)
-        loop = make_loop(config, session, session, text, Cost(10, 40 if hybrid else 0))
+        loop = make_loop(config, session, session, text, Cost(10, 40 if session.hybrid else 0))
         if proposer is not None:
             proposer.drive(loop.steps)
         return Hand(loop, Bounds(config.max_len, config.max_len, VOCAB, eos_ids=()))

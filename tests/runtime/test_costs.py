@@ -11,6 +11,7 @@ import pytest
 from kit.guided import grammars
 
 from hemiola.runtime.api import SamplingParams, StructuredOutputsParams
+from hemiola.runtime.choose.rules import RuleTable
 from hemiola.runtime.errors import Refused
 from hemiola.runtime.schedule.request import Bounds, new_request
 from hemiola.runtime.serving.ask import (
@@ -230,6 +231,16 @@ def test_every_number_among_the_limits_is_tried() -> None:
             stated = numbers(row)
             assert tried.get(name, stated) == stated, f"{name}: {stated} in the table, {tried[name]} tried"
         assert not numbers(row) or set(row.fields) & tried.keys(), f"{row.fields}: no limit is tried"
+
+
+def test_lists_that_no_graph_holds_are_named() -> None:
+    held, times = RuleTable.HELD, {name: row.time for row in rows() for name in row.fields}
+    for name, words in (
+        ("stop_token_ids", f"beyond {held.stops} ids no graph"),
+        ("logit_bias", f"beyond {held.biases} ids no graph"),
+        ("bad_words_ids", f"beyond {held.words} words, or {held.before} ids before their last ones, no graph"),
+    ):
+        assert words in times[name]
 
 
 @pytest.mark.parametrize(

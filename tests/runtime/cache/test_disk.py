@@ -273,6 +273,35 @@ def test_a_file_with_little_room_gives_up_what_is_worth_least(open_hand: Make) -
     assert hand.loop.scheduler.prefix.disk.tier.statistics.evicted_units > 0
 
 
+def test_to_a_tier_no_text_grows_old_and_none_was_ever_read(open_hand: Make) -> None:
+    """So what the file gave up did not depend on what requests asked for."""
+    hand, asked = open_hand(), texts(2, 38)
+    for text in asked:
+        ask(hand, text, 1)
+    end(hand)
+    hand = open_hand()
+    for n in range(16):
+        ask(hand, [n], 1)
+    assert ask(hand, asked[0], 1) == 32
+    prefix = hand.loop.scheduler.prefix
+    tier = prefix.disk.tier
+    found = {entry.num_uses: (entry.used, ids[0]) for ids, entry, _ in tier.contents() if entry.slot_id}
+    assert found == {0: (0, asked[1][0]), 1: (16, asked[0][0])} and tier._evictor.clock == 17
+    assert prefix.host._evictor.clock == 17
+
+
+def test_what_nobody_reads_stays_in_the_file_for_ever(open_hand: Make) -> None:
+    """A long text saves more than a short one. But it grows old while others come."""
+    hand, (long, *short) = open_hand(units=22, hybrid=False), [texts(1, 60)[0], *texts(60, 12)]
+    ask(hand, long, 1)
+    hand.loop.scheduler.prefix.save()
+    for text in short:
+        ask(hand, text, 1)
+        hand.loop.scheduler.prefix.save()
+        assert hand.loop.scheduler.prefix.disk.drain(60)
+    assert hand.loop.scheduler.prefix.disk.tier.match(hand.requests[0].chain, 60, 0) is None
+
+
 def test_tenants_are_apart_in_the_file(open_hand: Make) -> None:
     hand, (text,) = open_hand(), texts(1)
     request_id = hand.submit(text, max_tokens=3, cache_salt="a")

@@ -13,9 +13,11 @@ from kit.served import until
 from hemiola.runtime.cache import disk, prefix
 from hemiola.runtime.cache.disk import LIMIT_S, DiskTier
 from hemiola.runtime.cache.disk_file import header_bytes
+from hemiola.runtime.running_time import TICK, RunningTime
 from hemiola.runtime.schedule import loop as loops
 
 TEXT = [3 * n % 97 for n in range(40)]
+READ = 4 + 3  # units: pages up to 32, the edge of its snapshot, and the snapshot
 Make = Callable[..., Hand]
 
 
@@ -136,6 +138,31 @@ def test_requests_wait_for_ever_for_a_read_that_hangs(
     hand.loop.scheduler.prefix.collect()
     hand.audit()
     assert tier._host.num_free + num_used(tier) == tier._host.mover.num_units, "units stay lent"
+
+
+def test_a_process_that_was_stopped_during_a_read_takes_the_disk_for_one_that_hangs(
+    filled: Hand, gate: Gate
+) -> None:
+    """And the tier was off for good, or the disk seemed slow for hours."""
+    hand, tier, gate.is_shut = filled, tier_of(filled), True
+    clock = tier._worker.clock = RunningTime()
+    clock.end()
+    clock.wall = lambda: hand.now[0]
+    clock._last = 0.0, 0.0
+    request_id = hand.submit(TEXT, max_tokens=4)
+    hand.loop._read_inbox()
+    until(lambda: gate.num_waiting)
+    hand.now[0] = 1000 * LIMIT_S
+    assert not tier.is_overdue
+    hand.loop.scheduler.prefix.collect()
+    assert tier.is_on and hand.loop.scheduler.fetching
+    gate.open()
+    until(lambda: not tier._done.empty())
+    hand.run()
+    assert hand.token_ids(request_id) == oracle(TEXT, 4)
+    assert hand.requests[0].metrics.cached_tokens == 32
+    assert tier.reading.seconds(READ) == 2 * TICK
+    end(hand)
 
 
 @pytest.mark.parametrize("forget", ["flush", "withdraw"])

@@ -6,7 +6,7 @@ import pytest
 from hemiola.runtime.cache.layout import PrefixLayout
 from hemiola.runtime.outline import Limits, State
 
-PAGE_LEN, C, K, KEPT, NUM_PAGES = 8, 4, 1, 3, 2
+PAGE_LEN, C, K, KEPT, NUM_PAGES = 8, 4, 7, 3, 2  # what a conv keeps begins at the end of its ring
 EDGE = NUM_PAGES * PAGE_LEN
 LIMITS = Limits(max_len=64, max_rows=2, max_step_tokens=16, num_drafts=K, page_len=PAGE_LEN, chunk_len=C)
 KV_HEADS, HEADS, GROUPS, N, P, HIDDEN = 2, 8, 4, 3, 2, 6

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import pytest
 from kit.engine_hand import EngineHand, Wanted
-from kit.fake_session import oracle, resolved
+from kit.fake_session import FakeSession, hashed, oracle, resolved
 from kit.faulty import FaultySession
 from kit.hand import Hand, prompt
 
@@ -27,9 +27,7 @@ def faulty(make_hand: Callable[..., Hand]) -> Callable[..., Hand]:
         faults = sizes.pop("faults", {0})
         hybrid = sizes.pop("hybrid", True)
         small = {"max_step_tokens": P, "prefix_cache": True, "pipeline_depth": depth, "snapshot_interval": P}
-        return make_hand(
-            session=FaultySession(resolved(**small | sizes), faults, hybrid, value, spoils), hybrid=hybrid
-        )
+        return make_hand(session=FaultySession(resolved(**small | sizes), faults, hybrid, value, spoils))
 
     return make
 
@@ -282,3 +280,31 @@ def test_a_request_that_ends_in_the_step_in_which_its_prefix_is_not_trusted_wait
     hand.run()
     assert hand.last(first).finish_reason == "stop" and hand.last(second).finish_reason == "error"
     assert scheduler.waiting == scheduler.running == []
+
+
+@pytest.mark.parametrize("hybrid", [True, False])
+@pytest.mark.parametrize("depth", DEPTHS)
+def test_who_sends_what_computes_nan_keeps_those_of_its_first_page_from_ending(
+    make_hand: Callable[..., Hand], depth: int, hybrid: bool
+) -> None:
+    """Each of its requests made the others start anew. Now that happens to a request once at most."""
+    text = prompt(20 * P)
+
+    def next_token(context: list[int]) -> int | None:
+        return None if len(context) == P + 1 and context[-1] != text[P] else hashed(context)
+
+    sizes = {"max_step_tokens": 4 * P, "max_len": 256, "pipeline_depth": depth, "snapshot_interval": P}
+    hand = make_hand(
+        session=FakeSession(resolved(**sizes, max_rows=3, prefix_cache=True), next_token, hybrid)
+    )
+    good, num_turns = hand.submit(text, max_tokens=9, priority=1), 0
+    while not hand.ended(good) and num_turns < 100:
+        num_turns += 1
+        if len(hand.loop.scheduler.running) + len(hand.loop.scheduler.waiting) < 3:
+            hand.submit([*text[:P], (text[P] + num_turns) % 97], max_tokens=2)
+        hand.turn()
+    assert hand.ended(good), "it never ends"
+    hand.run()
+    assert hand.token_ids(good) == oracle(text, 9)
+    assert hand.last(good).metrics.num_preemptions == (0 if hybrid else 1)
+    assert {hand.last(n).finish_reason for n in range(2, len(hand.requests))} == {"error"}

@@ -1,13 +1,15 @@
 """What the dearest legal request costs in a step: bytes and lines of Python are counted, not seconds."""
 
 import tracemalloc
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from kit.counted import lines_of_python
-from kit.fake_session import VOCAB
+from kit.fake_session import VOCAB, FakeSession, oracle, resolved
 from kit.guided import compiled, grammars
+from kit.hand import Hand
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hemiola.runtime.api import (
@@ -160,6 +162,20 @@ def test_the_dearest_stop_strings_cost_a_token_so_many_comparisons_as_they_have_
     for token_id in (0, 1, 0):
         counts.append(lines_of_python(lambda token_id=token_id: growing.push(token_id)))
     assert max(counts) < 3 * MAX_CHARACTERS["stop"] + 10 * num + 100
+
+
+@pytest.mark.parametrize("depth", [0, 2])
+def test_log_probabilities_that_have_left_are_held_until_the_end(
+    make_hand: Callable[..., Hand], depth: int
+) -> None:
+    """3 KB for each token of 64 long answers, whose callers read them as they come."""
+    hand = make_hand(session=FakeSession(resolved(pipeline_depth=depth)))
+    request_id = hand.submit([1, 2], max_tokens=30, logprobs=2, output_ids=oracle([1, 2], 3))
+    while not hand.ended(request_id):
+        hand.turn()
+        assert len(hand.requests[0].logprobs) <= 1
+    told = [score.token_id for piece in hand.pieces[request_id] for score in piece.logprobs or ()]
+    assert told == hand.token_ids(request_id) == oracle([1, 2], 30)[3:]
 
 
 def test_a_grammar_that_is_too_large_is_not_kept() -> None:

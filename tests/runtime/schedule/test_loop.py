@@ -23,6 +23,7 @@ from hemiola.runtime.cache.eviction import Cost
 from hemiola.runtime.cache.tree import Entry
 from hemiola.runtime.errors import Failed, Refused
 from hemiola.runtime.open import make_loop
+from hemiola.runtime.running_time import RunningTime
 from hemiola.runtime.schedule import loop
 from hemiola.runtime.schedule.request import Bounds, new_request
 from hemiola.runtime.step.program import Batch
@@ -183,6 +184,10 @@ def test_a_long_step_is_no_stall_while_its_kernels_move(running: Running) -> Non
     assert running.loop.load().stalled_s == 0
     time.sleep(0.1)
     assert running.loop.load().stalled_s >= 0.1, "nothing moves"
+    clock = running.loop._now
+    assert isinstance(clock, RunningTime)
+    clock.wall = lambda: time.monotonic() + 3600  # a process that was stopped
+    assert running.loop.load().stalled_s < 60
     gate.set()
     assert ended.wait(60)
 

@@ -194,6 +194,18 @@ def test_pages_that_came_since_the_last_step_reach_the_device_however_many() -> 
     assert made.table.changes().tolist() == [[16, pages.table[1, 0]]]
 
 
+def test_every_request_that_no_graph_holds_writes_a_line_of_the_log(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    config = CONFIGS[0].model_copy(update={"cuda_graphs": True})
+    pages, nothing = PagePool(config.num_pages, config.page_len, config.num_slots, 16), OneRank()
+    steps = make_steps(config, nothing, nothing, pages, torch.device("cpu"), ExitStack())  # type: ignore
+    for slot_id, num_words in ((1, 64), (1, 65), (1, 65)):
+        rule = a_row(words=[[n] for n in range(num_words)]).rule
+        steps.open(slot_id, np.array([1], np.int32), 0, rule)
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+
+
 def test_a_follower_puts_into_a_bucket_what_its_leader_does(monkeypatch: pytest.MonkeyPatch) -> None:
     """Number for number, masks of grammars and padding, too, and without a row."""
     config = CONFIGS[16].model_copy(update={"cuda_graphs": True, "num_drafts": 2})
