@@ -10,8 +10,10 @@ import subprocess
 import sys
 import tarfile
 import zipfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
@@ -274,6 +276,53 @@ def test_a_kernel_that_begins_while_another_runs_is_alone_for_its_rest(
     profiles.table("a step", [profiles.Kernel(*run) for run in runs], 2)
     said = capsys.readouterr().out
     assert "| **dense** | 1.0 | 8.0 | 0.008 | 0.008 |" in said and "| gaps | | | | 0.001 |" in said
+
+
+def test_gaps_stand_by_the_kernels_around_them_however_long_they_are(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    profiles = importlib.import_module("gpu_profile")
+    runs = [("_norm", -9, -8), ("_fill", 0, 1), ("_sum", 1, 90), ("_gate", 5, 6), ("_norm", 390, 400)]
+    runs += [("_fill", 1000, 1001), ("_sum", 1001, 1090), ("_norm", 1190, 1200), ("_fill", 2000, 2001)]
+    kernels, num_steps = profiles.whole_steps([profiles.Kernel(*run) for run in runs[::-1]])
+    assert [kernel.start for kernel in kernels] == [0, 1, 5, 390, 1000, 1001, 1190] and num_steps == 2
+    assert {tuple(where): (gap.count, gap.took) for where, gap in profiles.gaps_of(kernels).items()} == {
+        ("_sum", "_norm"): (2, 400),
+        ("_norm", "_fill"): (1, 600),
+    }
+    profiles.table("a step", kernels, num_steps)
+    assert "| _sum | _norm | 1.0 | 200.0 | 0.200 |" in capsys.readouterr().out
+
+
+def test_a_profile_is_of_steps_in_which_all_rows_run(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The first one of a process begins a second late: report 003's saw the last rows of sixteen end."""
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    profiles, models = (importlib.import_module(name) for name in ("gpu_profile", "gpu_models"))
+    told: list[str] = []
+    running = iter((16, 3))
+
+    @contextmanager
+    def profile(activities: object) -> Iterator[SimpleNamespace]:
+        told.append("profiler")
+        yield SimpleNamespace(events=list)
+
+    def begun(llm: object, prompts: object, num_tokens: int) -> SimpleNamespace:
+        told.append(f"{num_tokens} tokens")
+        return SimpleNamespace(wait=lambda: None)
+
+    monkeypatch.setattr(profiles, "profile", profile)
+    monkeypatch.setattr(profiles, "SECONDS", 0)
+    monkeypatch.setattr(models, "decode", lambda *given: None)
+    monkeypatch.setattr(models, "begun", begun)
+    llm = SimpleNamespace(
+        config=SimpleNamespace(max_len=100), load=lambda: SimpleNamespace(num_running=next(running))
+    )
+    profiles.decode(llm, [[1] * 40, [1] * 30], "a step")
+    assert told == ["profiler", "60 tokens", "profiler"]
+    assert "a step (16 rows ran, then 3; nan ms)" in capsys.readouterr().out
 
 
 def test_a_kernel_has_the_name_of_its_launch_and_not_that_of_one_that_was_unloaded(
