@@ -6,6 +6,7 @@ import json
 import os
 import re
 import runpy
+import shlex
 import subprocess
 import sys
 import tarfile
@@ -130,6 +131,37 @@ def test_what_a_stage_needs_may_come_while_others_run(
         assert seconds - 20 < filled <= seconds + 12
 
 
+def test_lanes_have_gpus_of_their_own_and_wait_for_what_they_need(
+    session: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each of the first two ends when the other has begun; what has passed does not run again."""
+    built, met = tmp_path / "built", f"touch {tmp_path}/$CUDA_VISIBLE_DEVICES; until [ -e {tmp_path}"
+    made = stages(
+        session,
+        ("one", 20, f"{met}/2 ]; do sleep 0.01; done; echo on $CUDA_VISIBLE_DEVICES", True),
+        ("two", 20, f"{met}/0,1 ]; do sleep 0.01; done; taskset -cp $$", True),
+        ("build", 20, f"sleep 0.3; touch {built}"),
+        ("needs", 20, f"[ -e {built} ] && echo found", True, built),
+        ("fails", 20, f"echo >> {tmp_path}/failed; false"),
+        ("for ever", 60, "echo never", True, tmp_path / "absent"),
+    )
+    monkeypatch.setattr(session, "STAGES", made[:1])
+    monkeypatch.setattr(session, "LANES", made[1:])
+    monkeypatch.setattr(session, "BESIDE", ("echo never",))
+    lanes = "--lanes", "one,needs,fails@0,1; two@2; build; for ever@3", "--minutes", str(37 / 60)
+    summary = untimed(run(session, tmp_path / "out", *lanes))
+    for line in ("one | passed | S | on 0,1", "needs | passed | S | found", "fails | failed | S |"):
+        assert f"| {line}" in summary
+    assert "for ever" not in summary and not (session.KEPT / "logs/beside.log").exists()
+    assert re.search(r"\| two \| passed \| S \| pid .* affinity list: [\d,-]+ \|", summary)
+    for path in (tmp_path / "0,1", tmp_path / "2"):
+        path.unlink()
+    run(session, tmp_path / "out", *lanes)
+    assert not (tmp_path / "2").exists() and (tmp_path / "failed").read_text() == "\n\n"
+    with pytest.raises(SystemExit, match="--lanes nothing: known are one, two"):
+        run(session, tmp_path / "out", "--lanes", "nothing@0")
+
+
 def test_our_tokens_stand_beside_vllms_of_the_same_session(session: ModuleType, tmp_path: Path) -> None:
     logs = session.KEPT / "logs"
     logs.mkdir(parents=True)
@@ -195,6 +227,29 @@ def test_without_a_gpu_a_stage_says_so_in_a_line(
     with pytest.raises(SystemExit, match="torch finds no CUDA device here") as ended:
         runpy.run_path(str(ROOT / command), run_name="__main__")
     assert "\n" not in ended.value.code and capfd.readouterr() == ("", "")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_what_lanes_ask_of_scripts_they_understand(
+    session: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Up to the line that says that there is no GPU."""
+    pytest.importorskip("triton", reason="needs Triton")
+    asked = []
+    for stage in session.LANES:
+        for command in re.findall(r"python3 ((?:scripts|benchmarks)/(?:'[^']*'|[^;'])*)", stage.command):
+            if "--build" not in command and "gpu_report_003" not in command:
+                asked.append(shlex.split(command.replace("$((STAGE_SECONDS - 60))", "9")))
+    for script, *arguments in {tuple(words) for words in asked}:
+        monkeypatch.syspath_prepend(str((ROOT / script).parent))
+        monkeypatch.setattr(sys, "argv", [script, *arguments])
+        with pytest.raises(SystemExit, match=r"torch finds (no|0) CUDA devices? here"):
+            runpy.run_path(str(ROOT / script), run_name="__main__")
+    ranks = runpy.run_path(str(ROOT / "scripts/gpu_ranks.py"))
+    for words in (words for words in asked if words[0].endswith("gpu_ranks.py")):
+        assert {*words[words.index("--parts") + 1].split(",")} <= ranks["PARTS"].keys()
+        cases = words[words.index("--cases") + 1].split(";") if "--cases" in words else []
+        assert {*cases} <= ranks["CASES"].keys() | {"killed"}
 
 
 @pytest.mark.parametrize("op", ["mamba2", "delta"])
