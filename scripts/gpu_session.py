@@ -127,12 +127,14 @@ def engine(name: str) -> Path:
     return ENGINES / name / "manifest.json"
 
 
-def theirs(name: str, configs: str, rows: str = "1,64", **extra: object) -> str:
-    """vLLM with other options than in the stage "vllm"; its rows go to a folder of their own."""
+def theirs(name: str, configs: str, **extra: object) -> str:
+    """vLLM with other options than in the stage "vllm", in a folder of its own. No configs: report 003."""
     work = VLLM / name
     begin = f"mkdir -p {work} $OUT/{name}; cp -rn {VLLM}/work/vcache {work}/; OUT=$OUT/{name}"
-    peer = PEER.replace(f"PEER_WORK={VLLM}/work", f"PEER_WORK={work} PEER_BATCHES={rows}")
-    return f"{begin} PEER_EXTRA='{json.dumps(extra)}' {peer} --configs {configs}"
+    peer = PEER.replace(f"PEER_WORK={VLLM}/work", f"PEER_WORK={work} PEER_BATCHES=1,64")
+    if not configs:
+        peer = f"{peer.partition(' python3')[0]} python3 benchmarks/peer_report_003.py {VLLM}/bench"
+    return f"{begin} PEER_EXTRA='{json.dumps(extra)}' {peer}{f' --configs {configs}' if configs else ''}"
 
 
 UNPACKED = VLLM / "site/.peer_sum"
@@ -175,9 +177,8 @@ LANES = (
           f" {CODES} sweep --kinds nvfp4 --rows 1,4 --shapes up,down,out", True),
     Stage("vllm codes", 330, theirs("codes", "9b-off,9b-mtp3", quantization="fp8"), True, UNPACKED),
     Stage("vllm two", 330, theirs("two", "9b-off,9b-mtp3", tensor_parallel_size=2), True, UNPACKED),
-    Stage("vllm report", 300, theirs("report", "35b-mtp3", "16", tensor_parallel_size=2, **SIXTEEN), True,
-          UNPACKED),
-    Stage("vllm report one", 300, theirs("one", "35b-mtp3", "16", **SIXTEEN), True, UNPACKED),
+    Stage("vllm report", 330, theirs("report", "", tensor_parallel_size=2, **SIXTEEN), True, UNPACKED),
+    Stage("vllm report one", 330, theirs("one", "", **SIXTEEN), True, UNPACKED),
 )  # fmt: skip
 # Beside the stages, one after the other.
 BESIDE = (

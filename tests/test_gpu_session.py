@@ -238,7 +238,7 @@ def test_what_lanes_ask_of_scripts_they_understand(
     asked = []
     for stage in session.LANES:
         for command in re.findall(r"python3 ((?:scripts|benchmarks)/(?:'[^']*'|[^;'])*)", stage.command):
-            if "--build" not in command and "gpu_report_003" not in command:
+            if "--build" not in command and "report_003" not in command:
                 asked.append(shlex.split(command.replace("$((STAGE_SECONDS - 60))", "9")))
     for script, *arguments in {tuple(words) for words in asked}:
         monkeypatch.syspath_prepend(str((ROOT / script).parent))
@@ -250,6 +250,52 @@ def test_what_lanes_ask_of_scripts_they_understand(
         assert {*words[words.index("--parts") + 1].split(",")} <= ranks["PARTS"].keys()
         cases = words[words.index("--cases") + 1].split(";") if "--cases" in words else []
         assert {*cases} <= ranks["CASES"].keys() | {"killed"}
+
+
+BENCH = """
+import json, os
+from types import SimpleNamespace
+
+def env_setup(v2):
+    assert v2 == 0 and json.loads(os.environ["PEER_EXTRA"])["quantization"] == "fp8"
+
+class Run:
+    def __init__(self, name, rows):
+        assert (name, rows) == ("35b-mtp3", os.environ["PEER_WORK"] + "/report.jsonl")
+        self.eng, self.left, self.num = self, {}, 0
+
+    def prompt(self, num):
+        return [0] * num
+
+    def add(self, prompt, num):
+        assert len(prompt) == 4400 and len(self.left) < 16
+        self.num += 1
+        self.left[f"r{self.num}"] = num
+        return f"r{self.num}"
+
+    def step(self):
+        for name in [*self.left]:
+            self.left[name] -= 2
+            output = SimpleNamespace(token_ids=[0, 0])
+            yield SimpleNamespace(request_id=name, outputs=[output], finished=not self.left[name])
+            if not self.left[name]:
+                del self.left[name]
+"""
+
+
+def test_vllm_has_report_003s_load(session: ModuleType, tmp_path: Path) -> None:
+    """By the stage's own command."""
+    stage = next(stage for stage in session.LANES if stage.name == "vllm report one")
+    (tmp_path / "bench").mkdir()
+    (tmp_path / "bench/bench.py").write_text(BENCH)
+    (tmp_path / "work/vcache").mkdir(parents=True)
+    command = stage.command.replace("/tmp/gpu_session/vllm", str(tmp_path))
+    command = command.replace(" python3 ", f" {sys.executable} ")
+    seen = os.environ | {"OUT": str(tmp_path), "STAGE_SECONDS": "60"}
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, cwd=ROOT, env=seen)
+    assert done.returncode == 0, done.stderr
+    warm, found = done.stdout.splitlines()
+    assert "16 of 16 requests" in warm and "64 of 64 requests" in found and "tokens/s, TPOT 0.0" in found
 
 
 @pytest.mark.parametrize("op", ["mamba2", "delta"])
