@@ -457,16 +457,12 @@ def checkpoint(asked: argparse.Namespace, family: str) -> Path:
     folder = asked.folder / "checkpoints" / f"{family}-{os.getpid()}"
     folder.mkdir(parents=True, exist_ok=True)
     config = json.loads((ROOT / "benchmarks/configs/qwen3.5-35b-a3b/config.json").read_text())
-    config |= {"hidden_size": 512, "num_hidden_layers": 4, "num_attention_heads": 4, "head_dim": 64}
-    config |= {"num_experts": 16, "num_experts_per_tok": 4, "moe_intermediate_size": 128 * asked.tp}
-    config |= {"shared_expert_intermediate_size": 128 * asked.tp}
-    config |= {"linear_num_key_heads": 4, "linear_num_value_heads": 4}
-    config |= {
-        "linear_key_head_dim": 64,
-        "linear_value_head_dim": 64,
-        "vocab_size": 2048,
-        "eos_token_id": 2047,
-    }
+    inner, heads = 128 * asked.tp, 2 * asked.tp  # a rank's inputs are those of whole scales
+    config |= {"hidden_size": 512, "num_hidden_layers": 4, "num_attention_heads": heads, "head_dim": 64}
+    config |= {"num_experts": 16, "num_experts_per_tok": 4, "moe_intermediate_size": inner}
+    config |= {"shared_expert_intermediate_size": inner, "linear_num_key_heads": heads}
+    config |= {"linear_num_value_heads": heads, "linear_key_head_dim": 64, "linear_value_head_dim": 64}
+    config |= {"vocab_size": 2048, "eos_token_id": 2047}
     (folder / "config.json").write_text(json.dumps(config))
     return folder
 
