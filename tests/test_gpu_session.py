@@ -252,6 +252,20 @@ def test_what_lanes_ask_of_scripts_they_understand(
         assert {*cases} <= ranks["CASES"].keys() | {"killed"}
 
 
+def test_the_lanes_of_the_document_are_lanes_with_gpus_enough(session: ModuleType) -> None:
+    """Ranks were to be built where one GPU of two was seen."""
+    asked = re.findall(r'--lanes "([^"]+)"', (ROOT / "CONTRIBUTING.md").read_text())
+    lanes = [lane for text in asked for lane in session.lanes_of(text)]
+    wanted = {stage.name for stage in session.LANES}
+    assert len(asked) == 4 and wanted <= {stage.name for lane in lanes for stage in lane.stages}
+    for lane in lanes:
+        for stage in lane.stages:
+            ranks = [int(num) for num in re.findall(r"--tp (\d)", stage.command)]
+            ranks += [2 for word in ("gpu_ranks", "gpu_report_003") if word in stage.command and not ranks]
+            num_gpus = len(lane.gpus.split(",")) if lane.gpus else 4
+            assert num_gpus >= max(ranks, default=1), stage.name
+
+
 BENCH = """
 import json, os
 from types import SimpleNamespace
