@@ -207,8 +207,7 @@ def measure_experts(kind: str, rows: Iterable[int], bandwidth: float, inner: int
         rest = (up.packed, down.packed, "swiglu", inner, layout, layout)
         whole = coded_moe.moe(*turns[0], *rest)
         lone = coded_moe.moe(*(part[:1] for part in turns[0]), *rest)
-        most = next(most for most in OF_EXPERTS if num <= most)
-        for tile in [None, *(made_tile(*given) for given in OF_EXPERTS[most] if sweep)]:
+        for tile in tiles_of_experts(num, sweep):
             try:
                 found = coded_moe.moe(*turns[0], *rest, tile=tile)
                 ours, half = contest(
@@ -242,6 +241,29 @@ def calls(kinds: Iterable[str], names: Iterable[str], modes: str, rows: Iterable
     return found
 
 
+def calls_of_experts(
+    kinds: Iterable[str], inners: Iterable[int], modes: str, rows: Iterable[int]
+) -> set[Call]:
+    """The same of experts."""
+    found: set[Call] = set()
+    for layout, inner, num in itertools.product(map(KINDS.get, kinds), inners, {*rows, 1}):
+        shapes = (EXPERTS, 2 * inner, WIDTH), (EXPERTS, WIDTH, inner)
+        packed = [pack_of(layout)(WeightGroup.empty(layout, shape)) for shape in shapes]
+        halves = [torch.empty(shape, dtype=torch.bfloat16, device="meta") for shape in shapes]
+        x = torch.empty(num, WIDTH, dtype=torch.bfloat16, device="meta")
+        ids = torch.empty(num, SLOTS, dtype=torch.int32, device="meta")
+        turn, rest = (x, ids, ids.float()), (*packed, "swiglu", inner, layout, layout)
+        for tile in tiles_of_experts(num, "tiles" in modes):
+            found |= calls_at(coded_moe.moe, H200, *turn, *rest, tile=tile)
+        found |= calls_at(plain_moe.moe, H200, *turn, *halves, "swiglu")
+    return found
+
+
+def tiles_of_experts(num_rows: int, sweep: bool) -> list[Tile | None]:
+    most = next(most for most in OF_EXPERTS if num_rows <= most)
+    return [None, *(made_tile(*given) for given in OF_EXPERTS[most] if sweep)]
+
+
 def compiled(call: Call) -> None:
     """Into Triton's cache on disk."""
     with suppress(TooLarge):
@@ -255,15 +277,19 @@ def main() -> None:
     parser.add_argument("--shapes", default=",".join(SHAPES))
     parser.add_argument("--rows", default=",".join(map(str, ROWS)))
     parser.add_argument("--inner", default=str(INNER), help="widths of experts")
-    parser.add_argument("--compile", action="store_true", help="compile for dense layers, and no more")
+    parser.add_argument("--compile", action="store_true", help="compile, and no more")
     asked = parser.parse_args()
     if not (asked.compile or torch.cuda.is_available()):
         sys.exit("gpu_quantised.py: torch finds no CUDA device here; --compile needs none")
     kinds, rows = asked.kinds.split(","), [int(num) for num in asked.rows.split(",")]
-    names = asked.shapes.split(",")
-    if {*asked.modes.split(",")} & {"table", "sweep"}:
-        with multiprocessing.get_context("spawn").Pool(os.cpu_count()) as pool:
-            pool.map(compiled, sorted(calls(kinds, names, asked.modes, rows), key=repr), chunksize=1)
+    names, inners = asked.shapes.split(","), [int(inner) for inner in asked.inner.split(",")]
+    modes, wanted = {*asked.modes.split(",")}, set[Call]()
+    if modes & {"table", "sweep"}:
+        wanted |= calls(kinds, names, asked.modes, rows)
+    if modes & {"experts", "tiles"}:
+        wanted |= calls_of_experts(kinds, inners, asked.modes, rows)
+    with multiprocessing.get_context("spawn").Pool(len(os.sched_getaffinity(0))) as pool:
+        pool.map(compiled, sorted(wanted, key=repr), chunksize=1)
     if asked.compile:
         return
     on_demand()
@@ -288,7 +314,7 @@ def main() -> None:
                 "bits",
                 "tile",
             )
-            for kind, inner in itertools.product(kinds, map(int, asked.inner.split(","))):
+            for kind, inner in itertools.product(kinds, inners):
                 measure_experts(kind, rows, bandwidth, inner, mode == "tiles")
             continue
         begin(*columns)
