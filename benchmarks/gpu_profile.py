@@ -5,12 +5,15 @@
 
 Engines are those of gpu_models.py. A table per step: kernels, and "alone", the time in which no kernel that
 began earlier still ran (a kernel may begin while the one before it ends); gaps are the times without any,
-where they are shorter than LONG. The profiler makes kernels a little slower than they are without it, and
-behind an engine that was closed it called 32 dense layers of a prompt `_scan` (their handle had been that
-one's, it seems): where the host launches all of a prompt's kernels one by one, names are those of its calls.
+where they are shorter than LONG. Below it all gaps, also longer ones, by the kernels around them. Decode
+steps are those that were seen whole; how many rows ran when the profiler began and ended stands in the title.
+The profiler makes kernels a little slower than they are without it, and behind an engine that was closed it
+called 32 dense layers of a prompt `_scan` (their handle had been that one's, it seems): where the host
+launches all of a prompt's kernels one by one, names are those of its calls.
 """
 
 import argparse
+import math
 import sys
 import tempfile
 import time
@@ -29,7 +32,10 @@ from hemiola.runtime.llm import LLM
 
 LONG = 20.0  # microseconds: between steps, not within one
 SECONDS = 0.15  # that decode steps are watched
+TOKENS = 500  # of a row meanwhile, if it has room for them
 SHOWN = 24  # kernels of a table
+FIRST = "_fill"  # kernel of a step
+SHORT = 1.0  # microseconds: a gap that is not shown
 GROUPS = {
     "dense": (
         *("_tiles", "_persistent", "_dense", "_best_part", "_round"),
@@ -77,6 +83,32 @@ def summed(kernels: Iterable[Kernel]) -> tuple[dict[str, Sum], float]:
     return sums, gaps
 
 
+class Gap(NamedTuple):
+    """The kernels around some times without any."""
+
+    behind: str
+    before: str
+
+
+def gaps_of(kernels: Iterable[Kernel]) -> dict[Gap, Sum]:
+    """All, by the kernels around them."""
+    found: dict[Gap, Sum] = {}
+    last = None
+    for kernel in sorted(kernels, key=lambda kernel: kernel.start):
+        if last is not None and (gap := kernel.start - last.end) >= SHORT:
+            where = Gap(last.name, kernel.name)
+            found[where] = found.get(where, Sum()).plus(gap, gap)
+        last = kernel if last is None or kernel.end > last.end else last
+    return found
+
+
+def whole_steps(kernels: Iterable[Kernel]) -> tuple[list[Kernel], int]:
+    """Kernels of the steps that were seen whole, and how many these are."""
+    ordered = sorted(kernels, key=lambda kernel: kernel.start)
+    begins = [n for n, kernel in enumerate(ordered) if kernel.name == FIRST]
+    return (ordered[begins[0] : begins[-1]], len(begins) - 1) if begins else ([], 0)
+
+
 def group_of(name: str) -> str:
     return next((group for group, names in GROUPS.items() if name in names), "the rest")
 
@@ -96,6 +128,13 @@ def table(title: str, kernels: list[Kernel], num_steps: int) -> None:
         per_step = f"{found.took / num_steps / 1e3:.3f} | {found.alone / num_steps / 1e3:.3f}"
         print(f"| {name} | {found.count / num_steps:.1f} | {found.took / found.count:.1f} | {per_step} |")
     print(f"| gaps | | | | {gaps / num_steps / 1e3:.3f} |", flush=True)
+    if found := sorted(gaps_of(kernels).items(), key=lambda item: -item[1].took):
+        print("\n| gap behind | before | a step | us each | ms a step |\n|---|---|---|---|---|")
+    for (behind, before), gap in found[:SHOWN]:
+        numbers = (
+            f"{gap.count / num_steps:.1f} | {gap.took / gap.count:.1f} | {gap.took / num_steps / 1e3:.3f}"
+        )
+        print(f"| {behind} | {before} | {numbers} |", flush=True)
 
 
 def kernels_of(found: Any) -> list[Kernel]:
@@ -138,13 +177,17 @@ def renamed(kernels: list[Kernel], names: list[str]) -> list[Kernel]:
 def decode(llm: LLM, prompts: list[list[int]], title: str) -> None:
     """The table of a step while all rows decode."""
     gpu_models.decode(llm, prompts, (0, 8))
-    done = gpu_models.begun(llm, prompts, 200)
+    with profile(activities=[ProfilerActivity.CUDA]):
+        pass  # a process's first takes a second to begin, and rows may have ended then
+    done = gpu_models.begun(llm, prompts, min(TOKENS, llm.config.max_len - max(map(len, prompts))))
     with profile(activities=[ProfilerActivity.CUDA]) as found:
-        before = llm.counters.num_steps
+        rows = [llm.load().num_running]
         time.sleep(SECONDS)
-        num_steps = llm.counters.num_steps - before
+        rows.append(llm.load().num_running)
     done.wait()
-    table(title, kernels_of(found), max(num_steps, 1))
+    kernels, num_steps = whole_steps(kernels_of(found))
+    each = (kernels[-1].end - kernels[0].start) / num_steps / 1e3 if num_steps else math.nan
+    table(f"{title} ({rows[0]} rows ran, then {rows[1]}; {each:.2f} ms)", kernels, max(num_steps, 1))
 
 
 def prompt(llm: LLM, token_ids: list[int], title: str) -> None:

@@ -1,10 +1,11 @@
 """Quantised weights on a GPU beside our bf16 kernel and cuBLAS: time, bandwidth and bits in one run.
 
-    PYTHONPATH=. python benchmarks/gpu_quantised.py [table,experts,sweep] [--kinds fp8,int4] [--rows 1,64]
+    PYTHONPATH=. python benchmarks/gpu_quantised.py [table,experts,sweep,tiles] [--kinds fp8,int4]
+        [--rows 1,64] [--inner 512]
 
 table: dense layers of the 9B and its head, as plugins/gpu/tables chooses tiles. experts: those of the
-35B-A3B. sweep: other tiles, too. Every line says whether two rows have
-the bits that they have alone.
+35B-A3B; of a rank of two with --inner 256. sweep: other tiles of dense layers, too; tiles: of experts. Every
+line says whether two rows have the bits that they have alone, or those of the table's tile.
 """
 
 import argparse
@@ -63,7 +64,15 @@ SWEEP = {  # by the most rows: outputs, rows, inputs of a turn, warps, stages, s
     8192: [(128, 128, 64, 4, 6, 0, 2), (192, 128, 64, 4, 6, 0, 3)],
 }  # fmt: skip
 
-
+OF_EXPERTS = {  # by the most rows
+    64: [
+        (16, 16, 256, 4, 3, 4), (32, 16, 256, 4, 2, 4), (64, 16, 256, 4, 3, 4), (64, 16, 256, 4, 2, 4),
+        (64, 16, 128, 4, 4, 0), (128, 16, 128, 4, 4, 0), (128, 16, 128, 8, 3, 0), (64, 32, 128, 4, 4, 0),
+    ],
+    8192: [
+        (64, 64, 128, 4, 4, 0), (128, 64, 128, 4, 3, 0), (128, 128, 128, 8, 3, 0), (256, 64, 128, 8, 3, 0),
+    ],
+}  # fmt: skip
 FEW = [  # by gluon_few.py: outputs, warps, steps of a warp under way, programs of a multiprocessor
     (16, 4, 4, 3), (16, 4, 4, 5), (16, 4, 2, 5), (16, 4, 2, 8), (16, 8, 2, 2), (16, 8, 2, 4), (16, 16, 1, 2),
     (16, 16, 2, 2), (32, 4, 2, 4),
@@ -186,32 +195,41 @@ def measure(name: str, kind: str, rows: Iterable[int], bandwidth: float, sweep: 
                 (*tile[:5], tile.abreast, tile.consumers) if tile else "")  # fmt: skip
 
 
-def measure_experts(kind: str, rows: Iterable[int], bandwidth: float) -> None:
+def measure_experts(kind: str, rows: Iterable[int], bandwidth: float, inner: int, sweep: bool) -> None:
     layout = KINDS[kind]
-    up, down = made(layout, EXPERTS, 2 * INNER, WIDTH), made(layout, EXPERTS, WIDTH, INNER)
+    up, down = made(layout, EXPERTS, 2 * inner, WIDTH), made(layout, EXPERTS, WIDTH, inner)
     for num in rows:
         x = torch.randn(num, WIDTH, device="cuda", dtype=torch.bfloat16)
         turns = []
         for _ in range(8 if num < 1024 else 2):
             ids = torch.rand(num, EXPERTS, device="cuda").topk(SLOTS).indices.int()
             turns.append((x, ids, torch.rand(num, SLOTS, device="cuda")))
-        rest = (up.packed, down.packed, "swiglu", INNER, layout, layout)
-        ours, half = contest(
-            [partial(coded_moe.moe, *turn, *rest) for turn in turns],
-            [partial(plain_moe.moe, *turn, up.half, down.half, "swiglu") for turn in turns],
-        )
-        chosen = sum(len(turn[1].unique()) for turn in turns) / len(turns)
-        moved = chosen * (up.packed.nbytes + down.packed.nbytes) / EXPERTS
+        rest = (up.packed, down.packed, "swiglu", inner, layout, layout)
         whole = coded_moe.moe(*turns[0], *rest)
         lone = coded_moe.moe(*(part[:1] for part in turns[0]), *rest)
-        say(kind, num, f"{chosen:.0f}", f"{ours * 1e6:.1f}", f"{moved / ours / bandwidth:.0%}",
-            f"{half * 1e6:.1f}", f"{half / ours:.2f}", WORDS[torch.equal(whole[:1], lone)])  # fmt: skip
+        for tile in tiles_of_experts(num, sweep):
+            try:
+                found = coded_moe.moe(*turns[0], *rest, tile=tile)
+                ours, half = contest(
+                    [partial(coded_moe.moe, *turn, *rest, tile=tile) for turn in turns],
+                    [partial(plain_moe.moe, *turn, up.half, down.half, "swiglu") for turn in turns],
+                )
+            except (TooLarge, RuntimeError) as problem:
+                say(kind, inner, num, type(problem).__name__, str(problem)[:60], tuple(tile or ()))
+                continue
+            chosen = sum(len(turn[1].unique()) for turn in turns) / len(turns)
+            moved = chosen * (up.packed.nbytes + down.packed.nbytes) / EXPERTS
+            same = torch.equal(found, whole) and torch.equal(whole[:1], lone)
+            say(kind, inner, num, f"{chosen:.0f}", f"{ours * 1e6:.1f}", f"{moved / ours / bandwidth:.0%}",
+                f"{half * 1e6:.1f}", f"{half / ours:.2f}", WORDS[same],
+                (*tile[:5], tile.abreast) if tile else "")  # fmt: skip
 
 
-def calls(kinds: Iterable[str], modes: str, rows: Iterable[int]) -> set[Call]:
+def calls(kinds: Iterable[str], names: Iterable[str], modes: str, rows: Iterable[int]) -> set[Call]:
     """Kernels that will be launched, to be compiled by all cores before."""
     found: set[Call] = set()
-    for layout, (name, (outputs, width)) in itertools.product(map(KINDS.get, kinds), SHAPES.items()):
+    for layout, name in itertools.product(map(KINDS.get, kinds), names):
+        outputs, width = SHAPES[name]
         packed = pack_of(layout)(WeightGroup.empty(layout, (outputs, width)))
         half = torch.empty(outputs, width, dtype=torch.bfloat16, device="meta")
         for num in {*rows, 1}:
@@ -221,6 +239,29 @@ def calls(kinds: Iterable[str], modes: str, rows: Iterable[int]) -> set[Call]:
                 found |= calls_at(run, H200, name, x, x[0, :0], outputs, layout, tile, packed)
             found |= calls_at(run_half, H200, name, x, x[0, :0], half)
     return found
+
+
+def calls_of_experts(
+    kinds: Iterable[str], inners: Iterable[int], modes: str, rows: Iterable[int]
+) -> set[Call]:
+    """The same of experts."""
+    found: set[Call] = set()
+    for layout, inner, num in itertools.product(map(KINDS.get, kinds), inners, {*rows, 1}):
+        shapes = (EXPERTS, 2 * inner, WIDTH), (EXPERTS, WIDTH, inner)
+        packed = [pack_of(layout)(WeightGroup.empty(layout, shape)) for shape in shapes]
+        halves = [torch.empty(shape, dtype=torch.bfloat16, device="meta") for shape in shapes]
+        x = torch.empty(num, WIDTH, dtype=torch.bfloat16, device="meta")
+        ids = torch.empty(num, SLOTS, dtype=torch.int32, device="meta")
+        turn, rest = (x, ids, ids.float()), (*packed, "swiglu", inner, layout, layout)
+        for tile in tiles_of_experts(num, "tiles" in modes):
+            found |= calls_at(coded_moe.moe, H200, *turn, *rest, tile=tile)
+        found |= calls_at(plain_moe.moe, H200, *turn, *halves, "swiglu")
+    return found
+
+
+def tiles_of_experts(num_rows: int, sweep: bool) -> list[Tile | None]:
+    most = next(most for most in OF_EXPERTS if num_rows <= most)
+    return [None, *(made_tile(*given) for given in OF_EXPERTS[most] if sweep)]
 
 
 def compiled(call: Call) -> None:
@@ -235,15 +276,22 @@ def main() -> None:
     parser.add_argument("--kinds", default="fp8,fp8row,int4,int4z,nvfp4")
     parser.add_argument("--shapes", default=",".join(SHAPES))
     parser.add_argument("--rows", default=",".join(map(str, ROWS)))
+    parser.add_argument("--inner", default=str(INNER), help="widths of experts")
     parser.add_argument("--compile", action="store_true", help="compile, and no more")
     asked = parser.parse_args()
+    if not (asked.compile or torch.cuda.is_available()):
+        sys.exit("gpu_quantised.py: torch finds no CUDA device here; --compile needs none")
     kinds, rows = asked.kinds.split(","), [int(num) for num in asked.rows.split(",")]
-    with multiprocessing.get_context("spawn").Pool(os.cpu_count()) as pool:
-        pool.map(compiled, sorted(calls(kinds, asked.modes, rows), key=repr), chunksize=1)
+    names, inners = asked.shapes.split(","), [int(inner) for inner in asked.inner.split(",")]
+    modes, wanted = {*asked.modes.split(",")}, set[Call]()
+    if modes & {"table", "sweep"}:
+        wanted |= calls(kinds, names, asked.modes, rows)
+    if modes & {"experts", "tiles"}:
+        wanted |= calls_of_experts(kinds, inners, asked.modes, rows)
+    with multiprocessing.get_context("spawn").Pool(len(os.sched_getaffinity(0))) as pool:
+        pool.map(compiled, sorted(wanted, key=repr), chunksize=1)
     if asked.compile:
         return
-    if not torch.cuda.is_available():
-        sys.exit("gpu_quantised.py: torch finds no CUDA device here; --compile needs none")
     on_demand()
     torch.manual_seed(0)
     bandwidth = copy_bandwidth()
@@ -253,13 +301,23 @@ def main() -> None:
     columns = ("kind", "layer", "rows", "us", "of bandwidth", "TFLOP/s", "our bf16, us", "cuBLAS, us", "gain",
                "error", "bits", "tile")  # fmt: skip
     for mode in asked.modes.split(","):
-        if mode == "experts":
-            begin("kind", "rows", "experts chosen", "us", "of bandwidth", "our bf16, us", "gain", "bits")
-            for kind in kinds:
-                measure_experts(kind, rows, bandwidth)
+        if mode in ("experts", "tiles"):
+            begin(
+                "kind",
+                "inner",
+                "rows",
+                "chosen",
+                "us",
+                "of bandwidth",
+                "our bf16, us",
+                "gain",
+                "bits",
+                "tile",
+            )
+            for kind, inner in itertools.product(kinds, inners):
+                measure_experts(kind, rows, bandwidth, inner, mode == "tiles")
             continue
         begin(*columns)
-        names = asked.shapes.split(",")
         for kind, name in itertools.product(kinds, names):
             measure(name, kind, rows, bandwidth, mode == "sweep")
 

@@ -118,6 +118,8 @@ def decode(llm: Any, prompts: list[list[int]], folder: Path, number: int) -> tup
             f"* steps {one.steps}: {one.step_ms:.2f} ms each, GPU without a step {one.idle:.1%}", flush=True
         )
     took.clear()
+    with profiled():  # the first takes a second to begin
+        pass
     done = gpu_models.begun(llm, prompts, 260)
     time.sleep(0.1)
     (folder / f"start-{number}").touch()

@@ -197,6 +197,8 @@ def decoding(llm: Any, asked: argparse.Namespace) -> None:
         import gpu_profile
 
         gpu_profile.decode(llm, prompts, f"a step with {asked.at_once} rows, the first GPU")
+        other = np.random.default_rng(4).integers(0, llm.config.vocab_size, asked.prompt).tolist()
+        gpu_profile.prompt(llm, other, f"a prompt of {asked.prompt}, the first GPU")
     found = gpu_models.decode(llm, prompts, (5, 65))[0]
     params = SamplingParams(max_tokens=201, temperature=0.0, ignore_eos=True)
     before = llm.counters.num_steps

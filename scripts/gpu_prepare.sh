@@ -3,7 +3,8 @@
 #   scripts/gpu_prepare.sh [VLLM_PEER_FOLDER]
 # base/: wheels that its Python 3.12 lacks, and the commit's name; sanitizer/: a compute-sanitizer that knows
 # Hopper's warp groups, 18 MB. With a folder that holds vLLM's make_bundle.sh (10 minutes): vllm1/ and vllm2/,
-# 20 MB each, one for each of two calls, since a call carries 64 MiB.
+# 17 MB and the rest, one for each of two calls, since a call carries 64 MiB; the first has room for compiled/
+# beside them: compiled.tar.xz, Triton's cache, from the logs.tar.gz of a session that ran the stage "compiled".
 set -euo pipefail
 cd "$(dirname "$0")/.."
 rm -rf .lease/base .lease/sanitizer && mkdir -p .lease/base/whl
@@ -19,7 +20,8 @@ if [ $# -gt 0 ]; then
     rm -rf .lease/vllm .lease/vllm1 .lease/vllm2
     bash "$1/make_bundle.sh" .lease/vllm
     mkdir .lease/vllm2
-    split -n 2 -d .lease/vllm/site.tar.xz .lease/vllm/site.tar.xz.
+    head -c 17M .lease/vllm/site.tar.xz > .lease/vllm/site.tar.xz.00
+    tail -c +$((17 * 2**20 + 1)) .lease/vllm/site.tar.xz > .lease/vllm/site.tar.xz.01
     rm .lease/vllm/site.tar.xz
     mv .lease/vllm/site.tar.xz.01 .lease/vllm2/
     mv .lease/vllm .lease/vllm1

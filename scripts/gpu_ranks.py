@@ -41,14 +41,14 @@ import torch
 
 ROOT = Path(__file__).resolve().parents[1]
 PARTS = {
-    "build": 200,
+    "build": 240,
     "links": 40,
     "sums": 120,
     "times": 60,
     "company": 60,
     "steady": 60,
     "engines": 200,
-    "buckets": 100,
+    "buckets": 220,
     "storms": 200,
     "faults": 120,
     "models": 200,
@@ -199,7 +199,9 @@ def build(asked: argparse.Namespace) -> None:
         process.start()
     for process in processes:
         process.join()
-    sys.exit(any(process.exitcode for process in processes))
+    if any(process.exitcode for process in processes):
+        sys.exit(1)
+    (asked.folder / f"built-{asked.tp}").touch()
 
 
 def _build(asked: argparse.Namespace, family: str, options: dict[str, Any]) -> None:
@@ -455,15 +457,12 @@ def checkpoint(asked: argparse.Namespace, family: str) -> Path:
     folder = asked.folder / "checkpoints" / f"{family}-{os.getpid()}"
     folder.mkdir(parents=True, exist_ok=True)
     config = json.loads((ROOT / "benchmarks/configs/qwen3.5-35b-a3b/config.json").read_text())
-    config |= {"hidden_size": 512, "num_hidden_layers": 4, "num_attention_heads": 4, "head_dim": 64}
-    config |= {"num_experts": 16, "num_experts_per_tok": 4, "moe_intermediate_size": 256}
-    config |= {"shared_expert_intermediate_size": 256, "linear_num_key_heads": 4, "linear_num_value_heads": 4}
-    config |= {
-        "linear_key_head_dim": 64,
-        "linear_value_head_dim": 64,
-        "vocab_size": 2048,
-        "eos_token_id": 2047,
-    }
+    inner, heads = 128 * asked.tp, 2 * asked.tp  # a rank's inputs are those of whole scales
+    config |= {"hidden_size": 512, "num_hidden_layers": 4, "num_attention_heads": heads, "head_dim": 64}
+    config |= {"num_experts": 16, "num_experts_per_tok": 4, "moe_intermediate_size": inner}
+    config |= {"shared_expert_intermediate_size": inner, "linear_num_key_heads": heads}
+    config |= {"linear_num_value_heads": heads, "linear_key_head_dim": 64, "linear_value_head_dim": 64}
+    config |= {"vocab_size": 2048, "eos_token_id": 2047}
     (folder / "config.json").write_text(json.dumps(config))
     return folder
 

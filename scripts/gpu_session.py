@@ -24,6 +24,10 @@ A machine goes back 30 s after a call, and with it what calls have left there: a
 model is new to vLLM for 100 s (without drafts first: with them it took more than its 150).
 What is behind these in the list comes in another session. gpu_prepare.sh names the commit for the tables:
 run it again before the first call. Where a round over branches comes first, fewer calls are left.
+
+On a machine with several GPUs, --lanes "report,buckets@0,1; codes@2; build report,build ranks" runs
+sequences of stages beside each other, each with GPUs (or none: it builds) and a share of the cores of its
+own. A stage waits for what it needs, until the time is up. CONTRIBUTING.md has the calls.
 """
 
 import argparse
@@ -35,6 +39,7 @@ import signal
 import subprocess
 import sys
 import tarfile
+import threading
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -44,6 +49,7 @@ ROOT = Path(__file__).resolve().parents[1]
 LEASE = ROOT / ".lease"  # what scripts/gpu_prepare.sh made, and the calls carry
 KEPT = Path("/tmp/gpu_session")  # of this machine, for later calls
 SITE, ENGINES, VLLM, TRITON, TOOL = (KEPT / name for name in ("site", "engines", "vllm", "triton", "tool"))
+COMPILED = KEPT / "compiled"  # Triton's cache
 ENOUGH = 0.6  # of its time; with less left no stage begins, but one behind it may
 PATIENCE = 12  # seconds in which an interrupted stage may say what it has
 ONE_BY_ONE = "-m pytest -v --tb=short -p no:cacheprovider"
@@ -55,9 +61,14 @@ RECURRENCES = "python3 benchmarks/gpu_recurrences.py --bench --ops mamba2 delta 
 MODELS = f"python3 benchmarks/gpu_models.py --engines {ENGINES}"
 STORMS = "python3 scripts/gpu_storms.py --seed $(date +%s) --seconds $((STAGE_SECONDS - 5))"
 PEER = (
-    f"PYTHONPATH={VLLM}/site PEER_SITE={VLLM}/site PEER_WORK={VLLM}/work python3 {VLLM}/bench/bench.py"
-    " --budget $STAGE_SECONDS"
+    f"TRITON_CACHE_DIR={VLLM}/triton PYTHONPATH={VLLM}/site PEER_SITE={VLLM}/site PEER_WORK={VLLM}/work"
+    f" python3 {VLLM}/bench/bench.py --budget $STAGE_SECONDS"
 )
+RANKED = KEPT / "ranked"  # engines of gpu_ranks.py
+RANKS = f"python3 scripts/gpu_ranks.py --folder {RANKED}"
+REPORT = f"python3 benchmarks/gpu_report_003.py --engines {ENGINES}"
+CODES = "python3 benchmarks/gpu_quantised.py"
+CODED = "--models 9b/fp8,9b/int4,9b/nvfp4 --rows 1,64 --context 1024"
 PRINTED = 7_000  # characters of the summary: a call brings back 12,000 of all that was printed
 
 
@@ -75,7 +86,9 @@ STAGES = (
     Stage("engines", 200, f"{PYTEST} tests/gpu --ignore tests/gpu/test_tensorrt.py -m 'not more'"),
     Stage("kernels", 170, f"{PYTEST} tests/plugins/*/test_triton.py tests/plugins/test_recurrences_triton.py"
           " tests/plugins/gpu/test_{clock,overlap}.py tests/plugins/step/test_forms.py"),
-    Stage("codes", 150, f"{PYTEST} tests/plugins/{{linear,moe}}/test_{{coded,e4m3}}.py"),
+    # the last ones first: what ended for its time had not come so far
+    Stage("codes", 200, f"{PYTEST} tests/plugins/{{moe,linear}}/test_{{e4m3,coded}}.py"),
+    Stage("narrow", 60, f"{PYTEST} tests/plugins/attention/test_triton.py -k narrow_pages"),
     Stage("matrix", 260, f"TEST_DEVICE=cuda {PYTEST} tests/runtime/engine/test_matrix*.py"
           " tests/runtime/engine/test_reports.py tests/runtime/engine/test_engine_storms.py"
           " tests/runtime/step/test_reduced_head.py"),
@@ -107,6 +120,66 @@ STAGES = (
     Stage("launches", 30, "python3 benchmarks/gpu_launch.py", True),
     Stage("more storms", 60, STORMS, again=True),
 )  # fmt: skip
+
+
+def engine(name: str) -> Path:
+    """Of which a stage waits for the last file."""
+    return ENGINES / name / "manifest.json"
+
+
+def theirs(name: str, configs: str, **extra: object) -> str:
+    """vLLM with other options than in the stage "vllm", in a folder of its own. No configs: report 003."""
+    work = VLLM / name
+    begin = f"mkdir -p {work} $OUT/{name}; cp -rn {VLLM}/work/vcache {work}/; OUT=$OUT/{name}"
+    peer = PEER.replace(f"PEER_WORK={VLLM}/work", f"PEER_WORK={work} PEER_BATCHES=1,64")
+    if not configs:
+        peer = f"{peer.partition(' python3')[0]} python3 benchmarks/peer_report_003.py {VLLM}/bench"
+    return f"{begin} PEER_EXTRA='{json.dumps(extra)}' {peer}{f' --configs {configs}' if configs else ''}"
+
+
+UNPACKED = VLLM / "site/.peer_sum"
+TWO_DRAFTS = {  # report 003's
+    "method": "mtp",
+    "num_speculative_tokens": 2,
+    "rejection_sample_method": "synthetic",
+    "synthetic_acceptance_rates": [0.857, 0.71],
+}
+SIXTEEN = {"quantization": "fp8", "speculative_config": TWO_DRAFTS}
+NO_GPU = "CUDA_VISIBLE_DEVICES="
+BUILT = {tp: RANKED / f"built-{tp}" for tp in (2, 4)}
+# In lanes, or by name.
+LANES = (
+    Stage("build report", 250, f"{NO_GPU} {REPORT} --build; {NO_GPU} {REPORT} --build --tp 1"),
+    Stage("build ranks", 250, f"{RANKS} --parts build --cases mtp"),
+    Stage("build codes", 300, f"{NO_GPU} {MODELS} {CODED} --build"),
+    Stage("build 9b ranks", 150, f"{NO_GPU} {MODELS} --models 9b --rows 64 --tp 2 --build"),
+    Stage("build four", 250, f"{RANKS} --tp 4 --parts build --cases mtp;"
+          f" {NO_GPU} {MODELS} --models 9b --rows 64 --tp 4 --build"),
+    Stage("compiled", 60, f"tar -C {KEPT} -cJf $OUT/{COMPILED.name}.tar.xz {COMPILED.name}"),
+    Stage("unpack vllm", 200, f"PEER_SITE={VLLM}/site PEER_WORK={VLLM}/work bash {VLLM}/install.sh",
+          needs=VLLM / "site.tar.xz"),
+    Stage("report", 230, f"{REPORT} --requests 320 --profile", True, engine("report-003-fp8-16-2")),
+    Stage("report one", 150, f"{REPORT} --requests 64 --profile --tp 1", True, engine("report-003-fp8-16-1")),
+    Stage("buckets", 240, f"{RANKS} --parts buckets", needs=BUILT[2]),
+    Stage("mixture", 120, f"{RANKS} --parts engines --families moe-fp8"
+          " --cases 'mtp;none;no graphs;mtp, chunks of 63'", needs=BUILT[2]),
+    Stage("rank storms", 240, f"{RANKS} --parts storms --families nemotron-h-code,moe-fp8,qwen3.5-code"
+          " --seconds $((STAGE_SECONDS - 60))", needs=BUILT[2]),
+    Stage("9b ranks", 120, f"{MODELS} --models 9b --rows 1,64 --drafts none,mtp --tp 2", True,
+          engine("9b-64-3072-2")),
+    Stage("four", 240, f"{RANKS} --tp 4 --parts links,sums,engines,faults --sums 100000"
+          " --cases 'mtp;none;killed'", needs=BUILT[4]),
+    Stage("four times", 120, f"{RANKS} --tp 4 --parts times;"
+          f" {MODELS} --models 9b --rows 1,64 --drafts none,mtp --tp 4", True, engine("9b-64-3072-4")),
+    Stage("drafts of codes", 150, f"{MODELS} {CODED} --drafts none,mtp", True, engine("9b-nvfp4-64-2048-1")),
+    Stage("pages", 90, "python3 benchmarks/gpu_attention.py --pages auto fp8", True),
+    Stage("coded", 150, f"{CODES} tiles --kinds fp8 --inner 256,512 --rows 16,48,4400;"
+          f" {CODES} sweep --kinds nvfp4 --rows 1,4 --shapes up,down,out", True),
+    Stage("vllm codes", 330, theirs("codes", "9b-off,9b-mtp3", quantization="fp8"), True, UNPACKED),
+    Stage("vllm two", 330, theirs("two", "9b-off,9b-mtp3", tensor_parallel_size=2), True, UNPACKED),
+    Stage("vllm report", 330, theirs("report", "", tensor_parallel_size=2, **SIXTEEN), True, UNPACKED),
+    Stage("vllm report one", 330, theirs("one", "", **SIXTEEN), True, UNPACKED),
+)  # fmt: skip
 # Beside the stages, one after the other.
 BESIDE = (
     f"{MODELS} --models 9b,0.8b --rows 64 --build",
@@ -124,6 +197,14 @@ PEERS = {  # what we call vLLM's configurations, and how many times its tokens a
 }
 
 
+class Lane(NamedTuple):
+    """Stages one after the other, beside other lanes."""
+
+    stages: list[Stage]
+    gpus: str
+    cores: str
+
+
 class Done(NamedTuple):
     name: str
     how: str  # passed | failed | cut off | out of time, of the call
@@ -135,17 +216,21 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--minutes", type=float, default=9.2)
-    parser.add_argument("--only", default="", help=", ".join(stage.name for stage in STAGES))
+    parser.add_argument("--only", default="", help=", ".join(stage.name for stage in known()))
+    parser.add_argument(
+        "--lanes", default="", help="names of stages, by commas, @GPUS; other lanes by semicolons"
+    )
     asked = parser.parse_args()
-    named = [name.strip() for name in asked.only.split(",") if name.strip()]
-    if unknown := set(named) - {stage.name for stage in STAGES}:
-        sys.exit(f"--only {', '.join(unknown)}: known are {', '.join(stage.name for stage in STAGES)}")
+    named, lanes = names_of(asked.only, "--only"), lanes_of(asked.lanes)
     until = time.monotonic() + 60 * asked.minutes
     asked.out.mkdir(parents=True, exist_ok=True)
     (KEPT / "logs").mkdir(parents=True, exist_ok=True)
     settle()
     environment = environment_of()
-    wanted = " ".join(stage.command for stage in STAGES if stage.name in named)
+    if lanes:
+        beside_each_other(lanes, until, environment, asked.out)
+        return
+    wanted = " ".join(stage.command for stage in known() if stage.name in named)
     builds = not named or MODELS in wanted or PEER in wanted
     meanwhile = "; ".join(("renice -n 19 $$ > /dev/null", *(BESIDE if builds else ())))
     beside = begin(meanwhile, KEPT / "logs/beside.log", environment)
@@ -154,21 +239,83 @@ def main() -> None:
         while stage := next_stage(tried, named, until - time.monotonic()):
             tried.add(stage.name)
             left = until - time.monotonic()
-            done = run(stage, left if stage.again else min(stage.seconds, left), beside, environment)
-            save([*(other for other in load() if other.name != done.name), done])
-            write(asked.out)
-            print(f"{done.name}: {done.how}, {done.seconds:.0f} s, {done.said}", flush=True)
+            done = run(stage, left if stage.again else min(stage.seconds, left), environment, beside)
+            note(done, asked.out)
             if done.name == "look" and done.how != "passed":
                 sys.exit("there is nothing to run on")
     finally:
         stop(beside, 1)
-        write(asked.out)
-        print((asked.out / "summary.md").read_text()[:PRINTED], flush=True)
+        tell_all(asked.out)
+
+
+def known() -> tuple[Stage, ...]:
+    return (*STAGES, *LANES)
+
+
+def names_of(text: str, where: str) -> list[str]:
+    named = [name.strip() for name in text.split(",") if name.strip()]
+    if unknown := set(named) - {stage.name for stage in known()}:
+        sys.exit(f"{where} {', '.join(unknown)}: known are {', '.join(stage.name for stage in known())}")
+    return named
+
+
+def lanes_of(text: str) -> list[Lane]:
+    """Cores are dealt out evenly."""
+    parts = [part.partition("@") for part in text.split(";") if part.strip()]
+    cores, stages = sorted(os.sched_getaffinity(0)), {stage.name: stage for stage in known()}
+    each = max(len(cores) // max(len(parts), 1), 1)
+    return [
+        Lane(
+            [stages[name] for name in names_of(names, "--lanes")],
+            gpus.strip(),
+            ",".join(map(str, cores[n * each % len(cores) :][:each])),
+        )
+        for n, (names, _, gpus) in enumerate(parts)
+    ]
+
+
+def beside_each_other(lanes: list[Lane], until: float, environment: dict[str, str], out: Path) -> None:
+    """All lanes at once; each ends when its stages have, or the time is up."""
+    lock = threading.Lock()
+    threads = [threading.Thread(target=drive, args=(lane, until, environment, out, lock)) for lane in lanes]
+    try:
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        tell_all(out)
+
+
+def drive(lane: Lane, until: float, environment: dict[str, str], out: Path, lock: threading.Lock) -> None:
+    """What has passed on this machine does not run again."""
+    given = environment | ({"CUDA_VISIBLE_DEVICES": lane.gpus} if lane.gpus else {})
+    for stage in lane.stages:
+        if any(done.name == stage.name and done.how == "passed" for done in load()):
+            continue
+        while (left := until - time.monotonic()) >= ENOUGH * stage.seconds:
+            if stage.needs is None or stage.needs.exists():
+                done = run(stage, min(stage.seconds, left), given, cores=lane.cores)
+                with lock:
+                    note(done, out)
+                break
+            time.sleep(0.2)
+
+
+def note(done: Done, out: Path) -> None:
+    save([*(other for other in load() if other.name != done.name), done])
+    write(out)
+    print(f"{done.name}: {done.how}, {done.seconds:.0f} s, {done.said}", flush=True)
+
+
+def tell_all(out: Path) -> None:
+    write(out)
+    print((out / "summary.md").read_text()[:PRINTED], flush=True)
 
 
 def next_stage(tried: set[str], named: list[str], left: float) -> Stage | None:
     """The first that can begin: what was needed and not there may have come meanwhile."""
-    for stage in STAGES:
+    for stage in known() if named else STAGES:
         wanted = stage.name in named if named else stage.again or is_open(stage)
         ready = stage.needs is None or stage.needs.exists()
         if wanted and ready and stage.name not in tried and left >= ENOUGH * stage.seconds:
@@ -193,6 +340,8 @@ def settle() -> None:
     parts = sorted(VLLM.glob("site.tar.xz.*"))
     if len(parts) == 2 and not (VLLM / "site.tar.xz").exists():
         (VLLM / "site.tar.xz").write_bytes(b"".join(part.read_bytes() for part in parts))
+    if (packed := LEASE / "compiled/compiled.tar.xz").exists() and not COMPILED.exists():
+        shutil.unpack_archive(packed, KEPT, filter="fully_trusted")
     if (packed := LEASE / "triton/triton.tar.xz").exists() and not TRITON.exists():
         unpack(packed)
         ours = next(TRITON.glob("lib/python*/site-packages"))
@@ -213,36 +362,44 @@ def environment_of() -> dict[str, str]:
     folders = os.pathsep.join(map(str, (ROOT, ROOT / "tests", SITE)))
     threads = {name: "1" for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS")}
     own = {"PYTHONPATH": folders, "PYTHONUNBUFFERED": "1", "GPU_ENGINES": str(ENGINES)}
+    own["TRITON_CACHE_DIR"] = str(COMPILED)
     return os.environ | threads | own | {"OUT": str(KEPT / "logs"), "PYTHONDONTWRITEBYTECODE": "1"}
 
 
-def begin(command: str, log: Path, environment: dict[str, str]) -> subprocess.Popen:
+def begin(command: str, log: Path, environment: dict[str, str], cores: str = "") -> subprocess.Popen:
     """A group of processes of its own, so that all of it can be paused and ended."""
     with log.open("a") as file:
         file.write(f"$ {command}\n")
         file.flush()
-        shell = ["bash", "-c", command]
+        shell = [*(["taskset", "-c", cores] if cores else []), "bash", "-c", command]
         return subprocess.Popen(
             shell, cwd=ROOT, env=environment, stdout=file, stderr=subprocess.STDOUT, start_new_session=True
         )
 
 
-def run(stage: Stage, seconds: float, beside: subprocess.Popen, environment: dict[str, str]) -> Done:
+def run(
+    stage: Stage,
+    seconds: float,
+    environment: dict[str, str],
+    beside: subprocess.Popen | None = None,
+    cores: str = "",
+) -> Done:
     log = log_file(stage.name)
     log.unlink(missing_ok=True)
     print(f"{stage.name}: at most {seconds:.0f} s", flush=True)
     start = time.monotonic()
-    if stage.is_timed:
+    if stage.is_timed and beside is not None:
         tell(beside, signal.SIGSTOP)
     most = seconds - PATIENCE if seconds > 2 * PATIENCE else seconds
-    process = begin(stage.command, log, environment | {"STAGE_SECONDS": str(int(most))})
+    process = begin(stage.command, log, environment | {"STAGE_SECONDS": str(int(most))}, cores)
     try:
         code = process.wait(most)
     except subprocess.TimeoutExpired:
         code = None
         tell(process, signal.SIGINT)
     stop(process, PATIENCE)
-    tell(beside, signal.SIGCONT)
+    if beside is not None:
+        tell(beside, signal.SIGCONT)
     cut = "cut off" if seconds >= stage.seconds else "out of time"
     how = cut if code is None else "failed" if code else "passed"
     return Done(stage.name, how, time.monotonic() - start, gist(log.read_text(errors="replace")))
@@ -276,24 +433,24 @@ def load() -> list[Done]:
 
 
 def save(done: list[Done]) -> None:
-    order = [stage.name for stage in STAGES]
+    order = [stage.name for stage in known()]
     (KEPT / "done.json").write_text(json.dumps(sorted(done, key=lambda one: order.index(one.name))))
 
 
 def write(out: Path) -> None:
     """What is known by now: a lease may end at any moment."""
-    known = {done.name: done for done in load()}
+    found = {done.name: done for done in load()}
     lines = [f"{where()}", "", "| stage | | seconds | |", "|---|---|---|---|"]
-    for stage in STAGES:
-        done = known.get(stage.name, Done(stage.name, "not run", 0.0, ""))
+    for stage in (*STAGES, *(stage for stage in LANES if stage.name in found)):
+        done = found.get(stage.name, Done(stage.name, "not run", 0.0, ""))
         said = done.said.replace("|", "/")
         lines.append(f"| {done.name} | {done.how} | {done.seconds:.0f} | {said} |")
-    for done in known.values():
+    for done in found.values():
         lines += [f"* {done.name}: {line}" for line in bad(done.name)[:12]]
     tables = [f"# Benchmarks of one session on a GPU\n\n{where()}\n"]
-    for stage in STAGES:
-        if stage.name in known and (found := table_of(stage.name)):
-            tables.append(f"## {stage.name}\n`{stage.command}`: {known[stage.name].how}\n\n{found}\n")
+    for stage in known():
+        if stage.name in found and (table := table_of(stage.name)):
+            tables.append(f"## {stage.name}\n`{stage.command}`: {found[stage.name].how}\n\n{table}\n")
     if beside := beside_vllm():
         tables.append(f"## Tokens a second, and vLLM's in the same session\n{beside}\n")
         lines += ["", beside]

@@ -6,12 +6,15 @@ import json
 import os
 import re
 import runpy
+import shlex
 import subprocess
 import sys
 import tarfile
 import zipfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
@@ -128,6 +131,37 @@ def test_what_a_stage_needs_may_come_while_others_run(
         assert seconds - 20 < filled <= seconds + 12
 
 
+def test_lanes_have_gpus_of_their_own_and_wait_for_what_they_need(
+    session: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each of the first two ends when the other has begun; what has passed does not run again."""
+    built, met = tmp_path / "built", f"touch {tmp_path}/$CUDA_VISIBLE_DEVICES; until [ -e {tmp_path}"
+    made = stages(
+        session,
+        ("one", 20, f"{met}/2 ]; do sleep 0.01; done; echo on $CUDA_VISIBLE_DEVICES", True),
+        ("two", 20, f"{met}/0,1 ]; do sleep 0.01; done; taskset -cp $$", True),
+        ("build", 20, f"sleep 0.3; touch {built}"),
+        ("needs", 20, f"[ -e {built} ] && echo found", True, built),
+        ("fails", 20, f"echo >> {tmp_path}/failed; false"),
+        ("for ever", 60, "echo never", True, tmp_path / "absent"),
+    )
+    monkeypatch.setattr(session, "STAGES", made[:1])
+    monkeypatch.setattr(session, "LANES", made[1:])
+    monkeypatch.setattr(session, "BESIDE", ("echo never",))
+    lanes = "--lanes", "one,needs,fails@0,1; two@2; build; for ever@3", "--minutes", str(37 / 60)
+    summary = untimed(run(session, tmp_path / "out", *lanes))
+    for line in ("one | passed | S | on 0,1", "needs | passed | S | found", "fails | failed | S |"):
+        assert f"| {line}" in summary
+    assert "for ever" not in summary and not (session.KEPT / "logs/beside.log").exists()
+    assert re.search(r"\| two \| passed \| S \| pid .* affinity list: [\d,-]+ \|", summary)
+    for path in (tmp_path / "0,1", tmp_path / "2"):
+        path.unlink()
+    run(session, tmp_path / "out", *lanes)
+    assert not (tmp_path / "2").exists() and (tmp_path / "failed").read_text() == "\n\n"
+    with pytest.raises(SystemExit, match="--lanes nothing: known are one, two"):
+        run(session, tmp_path / "out", "--lanes", "nothing@0")
+
+
 def test_our_tokens_stand_beside_vllms_of_the_same_session(session: ModuleType, tmp_path: Path) -> None:
     logs = session.KEPT / "logs"
     logs.mkdir(parents=True)
@@ -193,6 +227,89 @@ def test_without_a_gpu_a_stage_says_so_in_a_line(
     with pytest.raises(SystemExit, match="torch finds no CUDA device here") as ended:
         runpy.run_path(str(ROOT / command), run_name="__main__")
     assert "\n" not in ended.value.code and capfd.readouterr() == ("", "")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_what_lanes_ask_of_scripts_they_understand(
+    session: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Up to the line that says that there is no GPU."""
+    pytest.importorskip("triton", reason="needs Triton")
+    asked = []
+    for stage in session.LANES:
+        for command in re.findall(r"python3 ((?:scripts|benchmarks)/(?:'[^']*'|[^;'])*)", stage.command):
+            if "--build" not in command and "report_003" not in command:
+                asked.append(shlex.split(command.replace("$((STAGE_SECONDS - 60))", "9")))
+    for script, *arguments in {tuple(words) for words in asked}:
+        monkeypatch.syspath_prepend(str((ROOT / script).parent))
+        monkeypatch.setattr(sys, "argv", [script, *arguments])
+        with pytest.raises(SystemExit, match=r"torch finds (no|0) CUDA devices? here"):
+            runpy.run_path(str(ROOT / script), run_name="__main__")
+    ranks = runpy.run_path(str(ROOT / "scripts/gpu_ranks.py"))
+    for words in (words for words in asked if words[0].endswith("gpu_ranks.py")):
+        assert {*words[words.index("--parts") + 1].split(",")} <= ranks["PARTS"].keys()
+        cases = words[words.index("--cases") + 1].split(";") if "--cases" in words else []
+        assert {*cases} <= ranks["CASES"].keys() | {"killed"}
+
+
+def test_the_lanes_of_the_document_are_lanes_with_gpus_enough(session: ModuleType) -> None:
+    """Ranks were to be built where one GPU of two was seen."""
+    asked = re.findall(r'--lanes "([^"]+)"', (ROOT / "CONTRIBUTING.md").read_text())
+    lanes = [lane for text in asked for lane in session.lanes_of(text)]
+    wanted = {stage.name for stage in session.LANES}
+    assert len(asked) == 4 and wanted <= {stage.name for lane in lanes for stage in lane.stages}
+    for lane in lanes:
+        for stage in lane.stages:
+            ranks = [int(num) for num in re.findall(r"--tp (\d)", stage.command)]
+            ranks += [2 for word in ("gpu_ranks", "gpu_report_003") if word in stage.command and not ranks]
+            num_gpus = len(lane.gpus.split(",")) if lane.gpus else 4
+            assert num_gpus >= max(ranks, default=1), stage.name
+
+
+BENCH = """
+import json, os
+from types import SimpleNamespace
+
+def env_setup(v2):
+    assert v2 == 0 and json.loads(os.environ["PEER_EXTRA"])["quantization"] == "fp8"
+
+class Run:
+    def __init__(self, name, rows):
+        assert (name, rows) == ("35b-mtp3", os.environ["PEER_WORK"] + "/report.jsonl")
+        self.eng, self.left, self.num = self, {}, 0
+
+    def prompt(self, num):
+        return [0] * num
+
+    def add(self, prompt, num):
+        assert len(prompt) == 4400 and len(self.left) < 16
+        self.num += 1
+        self.left[f"r{self.num}"] = num
+        return f"r{self.num}"
+
+    def step(self):
+        for name in [*self.left]:
+            self.left[name] -= 2
+            output = SimpleNamespace(token_ids=[0, 0])
+            yield SimpleNamespace(request_id=name, outputs=[output], finished=not self.left[name])
+            if not self.left[name]:
+                del self.left[name]
+"""
+
+
+def test_vllm_has_report_003s_load(session: ModuleType, tmp_path: Path) -> None:
+    """By the stage's own command."""
+    stage = next(stage for stage in session.LANES if stage.name == "vllm report one")
+    (tmp_path / "bench").mkdir()
+    (tmp_path / "bench/bench.py").write_text(BENCH)
+    (tmp_path / "work/vcache").mkdir(parents=True)
+    command = stage.command.replace("/tmp/gpu_session/vllm", str(tmp_path))
+    command = command.replace(" python3 ", f" {sys.executable} ")
+    seen = os.environ | {"OUT": str(tmp_path), "STAGE_SECONDS": "60"}
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, cwd=ROOT, env=seen)
+    assert done.returncode == 0, done.stderr
+    warm, found = done.stdout.splitlines()
+    assert "16 of 16 requests" in warm and "64 of 64 requests" in found and "tokens/s, TPOT 0.0" in found
 
 
 @pytest.mark.parametrize("op", ["mamba2", "delta"])
@@ -274,6 +391,53 @@ def test_a_kernel_that_begins_while_another_runs_is_alone_for_its_rest(
     profiles.table("a step", [profiles.Kernel(*run) for run in runs], 2)
     said = capsys.readouterr().out
     assert "| **dense** | 1.0 | 8.0 | 0.008 | 0.008 |" in said and "| gaps | | | | 0.001 |" in said
+
+
+def test_gaps_stand_by_the_kernels_around_them_however_long_they_are(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    profiles = importlib.import_module("gpu_profile")
+    runs = [("_norm", -9, -8), ("_fill", 0, 1), ("_sum", 1, 90), ("_gate", 5, 6), ("_norm", 390, 400)]
+    runs += [("_fill", 1000, 1001), ("_sum", 1001, 1090), ("_norm", 1190, 1200), ("_fill", 2000, 2001)]
+    kernels, num_steps = profiles.whole_steps([profiles.Kernel(*run) for run in runs[::-1]])
+    assert [kernel.start for kernel in kernels] == [0, 1, 5, 390, 1000, 1001, 1190] and num_steps == 2
+    assert {tuple(where): (gap.count, gap.took) for where, gap in profiles.gaps_of(kernels).items()} == {
+        ("_sum", "_norm"): (2, 400),
+        ("_norm", "_fill"): (1, 600),
+    }
+    profiles.table("a step", kernels, num_steps)
+    assert "| _sum | _norm | 1.0 | 200.0 | 0.200 |" in capsys.readouterr().out
+
+
+def test_a_profile_is_of_steps_in_which_all_rows_run(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The first one of a process begins a second late: report 003's saw the last rows of sixteen end."""
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    profiles, models = (importlib.import_module(name) for name in ("gpu_profile", "gpu_models"))
+    told: list[str] = []
+    running = iter((16, 3))
+
+    @contextmanager
+    def profile(activities: object) -> Iterator[SimpleNamespace]:
+        told.append("profiler")
+        yield SimpleNamespace(events=list)
+
+    def begun(llm: object, prompts: object, num_tokens: int) -> SimpleNamespace:
+        told.append(f"{num_tokens} tokens")
+        return SimpleNamespace(wait=lambda: None)
+
+    monkeypatch.setattr(profiles, "profile", profile)
+    monkeypatch.setattr(profiles, "SECONDS", 0)
+    monkeypatch.setattr(models, "decode", lambda *given: None)
+    monkeypatch.setattr(models, "begun", begun)
+    llm = SimpleNamespace(
+        config=SimpleNamespace(max_len=100), load=lambda: SimpleNamespace(num_running=next(running))
+    )
+    profiles.decode(llm, [[1] * 40, [1] * 30], "a step")
+    assert told == ["profiler", "60 tokens", "profiler"]
+    assert "a step (16 rows ran, then 3; nan ms)" in capsys.readouterr().out
 
 
 def test_a_kernel_has_the_name_of_its_launch_and_not_that_of_one_that_was_unloaded(

@@ -207,7 +207,9 @@ class SwigluMoe(nn.Module):
         self.ops, self.absent = kit.ops, kit.absent
         tensor, matrix = kit.checkpoint.tensor, kit.checkpoint.matrix
         router = tensor(f"{prefix}gate.weight", self.num_experts, hidden)
-        self.router = Linear(kit, join([router, tensor(f"{prefix}shared_expert_gate.weight", 1, hidden)]))
+        gap = zeros(-(self.num_experts + 1) % 8, hidden)  # see GatedDelta
+        gate = tensor(f"{prefix}shared_expert_gate.weight", 1, hidden)
+        self.router, self.widths = Linear(kit, join([router, gate, gap])), [self.num_experts, 1, gap.shape[0]]
         experts = f"{prefix}experts."
         if kit.checkpoint.any(f"{experts}gate_up_proj"):
             up = matrix(f"{experts}gate_up_proj", self.num_experts, 2 * inner, hidden)
@@ -221,7 +223,7 @@ class SwigluMoe(nn.Module):
         )
 
     def forward(self, x: torch.Tensor, step: Step) -> torch.Tensor:
-        scores, shared_gate = self.router(x).split([self.num_experts, 1], dim=1)
+        scores, shared_gate, _ = self.router.split(x, self.widths)
         chosen = self.ops.route(scores, self.absent, "softmax", self.top_k, 1, 1, self.renormalise, 1.0)
         pairs = zip(self.experts.parts(x, *chosen), self.shared.parts(x), strict=True)
         return self.sum([routed + self.ops.gate(shared, shared_gate, "sigmoid") for routed, shared in pairs])

@@ -18,13 +18,17 @@ from safetensors.torch import load_file, save_file
 from hemiola.builder import models
 from hemiola.builder.build import Options, build
 from hemiola.builder.checkpoint import Checkpoint, Config
+from hemiola.builder.cut import Cut
 from hemiola.builder.models import nemotron_h, qwen
 from hemiola.builder.models.layers import Kit, Linear, Rope, SideBySide
+from hemiola.builder.random_weights import RandomTensors
 from hemiola.builder.shard import Shard
 from hemiola.plugins import references
+from hemiola.plugins.gpu.checks import is_described
 from hemiola.runtime.errors import Refused
 
 Get = Callable[..., Path]
+CONFIGS = Path(__file__).parents[2] / "benchmarks" / "configs"
 
 
 @pytest.mark.parametrize(("theta", "rotary_dim"), [(10000.0, 4), (1e7, 22)])
@@ -83,6 +87,19 @@ def test_parts_of_layers_side_by_side_are_copied_only_where_one_lies_in_two() ->
         own = [whole.untyped_storage().data_ptr() for whole in given]
         assert (owners != set(own)) == is_copied
         assert is_copied or given[0].shape[1] == 4  # the narrowest first
+
+
+@pytest.mark.parametrize("config", sorted(CONFIGS.iterdir()), ids=lambda path: path.name)
+def test_no_dense_layer_of_a_real_model_takes_the_tile_that_fits_all(config: Path) -> None:
+    """Routers with the gate of a shared expert did, for their 257 outputs: 43 us a layer on an H200."""
+    for size in (1, 4):
+        sizes: dict[str, Any] = {"chunk_len": 16, "max_len": 64, "dtype": torch.bfloat16}
+        model = models.load(Checkpoint(config, RandomTensors), references, cut=Cut(size), **sizes)
+        for segment in filter(None, (model.trunk, model.draft)):
+            for name, layer in segment.named_modules():
+                if isinstance(layer, Linear):
+                    outputs = layer.weight.new_empty(3, len(layer.weight))
+                    assert is_described(layer.weight) and is_described(outputs), (size, name)
 
 
 def test_which_qwen_layers_are_sparse() -> None:

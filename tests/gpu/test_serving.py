@@ -1,6 +1,6 @@
 """`hemiola serve` with engines on a GPU: instances of KIND_GPU, whose every door says the plain run's bits.
 
-With several GPUs, engines are on all of them.
+With several GPUs, engines are on all of them, and one is of two ranks; a rehearsal has that one, too.
 """
 
 import os
@@ -35,6 +35,9 @@ pytestmark = [*MARKS, pytest.mark.server]
 NUM_GPUS = torch.cuda.device_count()  # a rehearsal has none
 MODELS = {f"{way}.{family}": (family, way) for family in FAMILIES for way in WAYS}
 DEVICES = {name: i % NUM_GPUS if NUM_GPUS else None for i, name in enumerate(MODELS)}
+RANKS = "ranks.qwen3.5-code"
+if NUM_GPUS != 1:
+    MODELS[RANKS], DEVICES[RANKS] = ("qwen3.5-code", "fast"), 0 if NUM_GPUS else None
 LONG = SamplingParams(max_tokens=400, ignore_eos=True, num_drafts=0)
 DOORS = {name: door for name, door in DOORS.items() if name != "OpenAI" or find_spec("openai")}
 
@@ -42,17 +45,21 @@ DOORS = {name: door for name, door in DOORS.items() if name != "OpenAI" or find_
 @pytest.fixture(scope="module")
 def expected(engine: Callable[..., Path]) -> dict[str, list[Said]]:
     """By model."""
-    said = {family: plain_run(engine(family))[0] for family in FAMILIES}
-    return {name: said[family] for name, (family, _) in MODELS.items()}
+    said = {folder: plain_run(folder)[0] for folder in {engine_of(name, engine) for name in MODELS}}
+    return {name: said[engine_of(name, engine)] for name in MODELS}
+
+
+def engine_of(name: str, engine: Callable[..., Path]) -> Path:
+    return engine(MODELS[name][0], **{"tp": 2} if name == RANKS else {})
 
 
 @pytest.fixture(scope="module")
 def served(
     engine: Callable[..., Path], expected: dict, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Served]:
-    """Four engines open at once. They come back."""
+    """All engines open at once. They come back."""
     models = {
-        name: {"engine_dir": str(engine(family)), **WAYS[way]} for name, (family, way) in MODELS.items()
+        name: {"engine_dir": str(engine_of(name, engine)), **WAYS[way]} for name, (_, way) in MODELS.items()
     }
     for name, device in DEVICES.items():
         models[name] |= {"device": device} if device else {}  # the first is nobody's to ask for

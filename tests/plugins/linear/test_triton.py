@@ -96,6 +96,17 @@ def test_every_tile_has_the_same_bits(num_outputs: int, num_inputs: int, activat
         assert same_bits(fused(x, weight, bias, residual, activation, tile), wanted), tile
 
 
+@pytest.mark.parametrize("tile", TILES, ids=str)
+def test_outputs_that_fill_a_line_up_change_no_bit_of_others(tile: Tile) -> None:
+    """A router's 257 become 264; on a GPU beside the tile that takes lines of any width."""
+    num, num_inputs = (33, 96) if INTERPRETED else (257, 2048)
+    x, weight, _ = make(-(-num // 8) * 8, num_inputs, 5 if INTERPRETED else 48)
+    zeros = torch.cat([weight[:num], torch.zeros_like(weight[num:])])
+    found = [fused(x, filled, tile=tile)[:, :num].contiguous() for filled in (weight, zeros)]
+    assert same_bits(*found)
+    assert INTERPRETED or same_bits(found[0], fused(x, weight[:num], tile=FALLBACK))
+
+
 @pytest.mark.skipif(INTERPRETED, reason="numpy's products are not a GPU's")
 def test_sums_have_the_same_bits_before_they_are_rounded() -> None:
     """A sum, and the sum less what it rounds to, leave 16 bits of the fp32 chain."""
