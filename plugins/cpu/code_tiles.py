@@ -6,8 +6,8 @@ bits are those of the widened weight. What a product takes bounds one row of a m
 (docs/notes/cpu.md): where no zero points are, none are subtracted, and 16 lanes look numbers up.
 """
 
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple, TypeVar
 
 from llvmlite import ir
 from numba.core import cgutils, types
@@ -25,6 +25,9 @@ LOOKS_UP = REGISTERS.lanes == LANES  # a register holds the numbers of all codes
 # Rows and strips.
 SHAPES = [(rows, n) for rows, most in enumerate(ABREAST, 1) for n in sorted({1, most})]
 SHAPES += [(rows, 1) for rows in range(len(ABREAST) + 1, FEW + 1)]
+
+
+Kind = TypeVar("Kind")
 
 
 def _ints(value: int) -> Any:
@@ -236,9 +239,28 @@ class _Tile(NamedTuple):
         return cgutils.get_or_insert_function(self.builder.module, kind, "llvm.fma.v16f32")
 
 
-def _tile_of(kind: Codes) -> Any:
+Table = Mapping[int, Codes]  # by the number with which a tile is called
+
+
+def _cases(builder: Any, number: Any, cases: Mapping[int, Kind]) -> Iterator[Kind]:
+    """The builder stands in the block of each case in turn, and behind all of them at the end."""
+    end = builder.append_basic_block("end")
+    switch = builder.switch(number, end)
+    for value, case in cases.items():
+        block = builder.append_basic_block(f"case.{value}")
+        switch.add_case(LONG(value), block)
+        builder.position_at_end(block)
+        yield case
+        builder.branch(end)
+    builder.position_at_end(end)
+
+
+def tile_of(table: Table) -> Any:
+    """A tile for every kind of codes in the table."""
+
     def tile(
         typing: Any,
+        which: Any,  # in the table
         rows: Any,
         strips: Any,
         x: Any,  # address of the first row's first number; rows lie DEPTH numbers apart
@@ -256,29 +278,28 @@ def _tile_of(kind: Codes) -> Any:
     ) -> Any:
         """y[rows, 32 * strips] = or += x times weight, for one of SHAPES; nothing for others."""
 
-        def build(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-            rows, strips, x, codes, scales, zeros, strip_bytes, span, count, y, y_len, going_on, *soon = args
-            weights = _Strips(builder, kind, codes, scales, zeros, strip_bytes, span, count, *soon)
-            shape = builder.add(builder.shl(strips, LONG(8)), rows)
-            end = builder.append_basic_block("end")
-            switch = builder.switch(shape, end)
-            for num_rows, num_strips in SHAPES:
-                case = builder.append_basic_block(f"tile.{num_rows}.{num_strips}")
-                switch.add_case(LONG((num_strips << 8) + num_rows), case)
-                builder.position_at_end(case)
-                _Tile(builder, x, y, y_len, going_on).emit(weights, num_rows, num_strips)
-                builder.branch(end)
-            builder.position_at_end(end)
+        def build(context: Any, b: Any, signature: Any, args: Any) -> Any:
+            which, rows, strips, x, codes, scales, zeros, strip_bytes, span, count, y, y_len, *last = args
+            going_on, *soon = last
+            shape = b.add(b.shl(strips, LONG(8)), rows)
+            shapes = {(num_strips << 8) + num_rows: (num_rows, num_strips) for num_rows, num_strips in SHAPES}
+            for kind in _cases(b, which, table):
+                weights = _Strips(b, kind, codes, scales, zeros, strip_bytes, span, count, *soon)
+                for num_rows, num_strips in _cases(b, shape, shapes):
+                    _Tile(b, x, y, y_len, going_on).emit(weights, num_rows, num_strips)
             return context.get_dummy_value()
 
-        return types.void(*[types.int64] * 14), build
+        return types.void(*[types.int64] * 15), build
 
     return intrinsic(tile)
 
 
-def _widen_of(kind: Codes) -> Any:
+def widen_of(table: Table) -> Any:
+    """Widens strips of every kind of codes in the table."""
+
     def widen(
         typing: Any,
+        which: Any,  # in the table
         codes: Any,
         scales: Any,
         zeros: Any,
@@ -291,30 +312,17 @@ def _widen_of(kind: Codes) -> Any:
         """The weights of a strip for `count` inputs become fp32 at `target`."""
 
         def build(context: Any, b: Any, signature: Any, args: Any) -> Any:
-            codes, scales, zeros, span, count, target, *soon = args
+            which, codes, scales, zeros, span, count, target, *soon = args
 
             def put(k: Any, weights: list[Any]) -> None:
                 for n, weight in enumerate(weights):
                     at = b.add(b.mul(k, LONG(STRIP)), LONG(n * LANES))
                     b.store(weight, place(b, target, at, VECTOR), align=4)
 
-            _Strips(b, kind, codes, scales, zeros, LONG(0), span, count, *soon).each(1, put)
+            for kind in _cases(b, which, table):
+                _Strips(b, kind, codes, scales, zeros, LONG(0), span, count, *soon).each(1, put)
             return context.get_dummy_value()
 
-        return types.void(*[types.int64] * 8), build
+        return types.void(*[types.int64] * 9), build
 
     return intrinsic(widen)
-
-
-tile_of_e4m3 = _tile_of(E4M3_CODES)
-tile_of_int8 = _tile_of(INT8_CODES)
-tile_of_int4 = _tile_of(INT4_CODES)
-tile_of_e2m1 = _tile_of(E2M1_CODES)
-tile_of_int8_with_zeros = _tile_of(INT8_WITH_ZEROS)
-tile_of_int4_with_zeros = _tile_of(INT4_WITH_ZEROS)
-widen_e4m3 = _widen_of(E4M3_CODES)
-widen_int8 = _widen_of(INT8_CODES)
-widen_int4 = _widen_of(INT4_CODES)
-widen_e2m1 = _widen_of(E2M1_CODES)
-widen_int8_with_zeros = _widen_of(INT8_WITH_ZEROS)
-widen_int4_with_zeros = _widen_of(INT4_WITH_ZEROS)

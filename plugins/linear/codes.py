@@ -14,18 +14,14 @@ import math
 import torch
 
 from hemiola.plugins.cpu.code_tiles import (
-    tile_of_e2m1,
-    tile_of_e4m3,
-    tile_of_int4,
-    tile_of_int4_with_zeros,
-    tile_of_int8,
-    tile_of_int8_with_zeros,
-    widen_e2m1,
-    widen_e4m3,
-    widen_int4,
-    widen_int4_with_zeros,
-    widen_int8,
-    widen_int8_with_zeros,
+    E2M1_CODES,
+    E4M3_CODES,
+    INT4_CODES,
+    INT4_WITH_ZEROS,
+    INT8_CODES,
+    INT8_WITH_ZEROS,
+    tile_of,
+    widen_of,
 )
 from hemiola.plugins.cpu.jit import helper
 from hemiola.plugins.cpu.simd import LANES
@@ -34,6 +30,16 @@ from hemiola.plugins.groups import Layout, WeightGroup, factors
 
 FLOATS, HALVES, IN_E4M3, IN_INT8, IN_INT4, IN_E2M1 = range(6)  # what a packed weight consists of
 KINDS = {"e4m3": IN_E4M3, "int8": IN_INT8, "int4": IN_INT4, "e2m1": IN_E2M1}
+# How codes become numbers, by 2 * what a weight consists of, and 1 more with zero points.
+TABLE = {
+    2 * IN_E4M3: E4M3_CODES,
+    2 * IN_INT8: INT8_CODES,
+    2 * IN_INT8 + 1: INT8_WITH_ZEROS,
+    2 * IN_INT4: INT4_CODES,
+    2 * IN_INT4 + 1: INT4_WITH_ZEROS,
+    2 * IN_E2M1: E2M1_CODES,
+}
+tile_of_codes, widen = tile_of(TABLE), widen_of(TABLE)
 
 
 def packed_span(layout: Layout) -> int:
@@ -93,58 +99,27 @@ def _strips(tensor: torch.Tensor) -> torch.Tensor:
 
 
 @helper
+def _which(kind, zeros):
+    """Its place in TABLE. Zero points beside codes that have none change nothing."""
+    return 2 * kind + (1 if zeros != 0 and kind in (IN_INT8, IN_INT4) else 0)
+
+
+@helper
 def narrow_tile(
     kind, num_rows, strips, panel, codes, scales, zeros, strip_bytes, span, count, y, y_len, going_on,
     codes_soon, scales_soon
 ):  # fmt: skip
     """Few rows times strips side by side; codes are widened in registers."""
-    if kind == IN_E4M3:
-        tile_of_e4m3(
-            num_rows, strips, panel, codes, scales, zeros, strip_bytes, span, count, y, y_len, going_on,
-            codes_soon, scales_soon
-        )  # fmt: skip
-    elif kind == IN_INT8 and zeros == 0:
-        tile_of_int8(
-            num_rows, strips, panel, codes, scales, zeros, strip_bytes, span, count, y, y_len, going_on,
-            codes_soon, scales_soon
-        )  # fmt: skip
-    elif kind == IN_INT8:
-        tile_of_int8_with_zeros(
-            num_rows, strips, panel, codes, scales, zeros, strip_bytes, span, count, y, y_len, going_on,
-            codes_soon, scales_soon
-        )  # fmt: skip
-    elif kind == IN_INT4 and zeros == 0:
-        tile_of_int4(
-            num_rows, strips, panel, codes, scales, zeros, strip_bytes, span, count, y, y_len, going_on,
-            codes_soon, scales_soon
-        )  # fmt: skip
-    elif kind == IN_INT4:
-        tile_of_int4_with_zeros(
-            num_rows, strips, panel, codes, scales, zeros, strip_bytes, span, count, y, y_len, going_on,
-            codes_soon, scales_soon
-        )  # fmt: skip
-    else:
-        tile_of_e2m1(
-            num_rows, strips, panel, codes, scales, zeros, strip_bytes, span, count, y, y_len, going_on,
-            codes_soon, scales_soon
-        )  # fmt: skip
+    tile_of_codes(
+        _which(kind, zeros), num_rows, strips, panel, codes, scales, zeros, strip_bytes, span, count, y,
+        y_len, going_on, codes_soon, scales_soon
+    )  # fmt: skip
 
 
 @helper
 def widen_codes(kind, codes, scales, zeros, span, count, target, codes_soon, scales_soon):
     """The weights of a strip for `count` inputs become fp32 at `target`."""
-    if kind == IN_E4M3:
-        widen_e4m3(codes, scales, zeros, span, count, target, codes_soon, scales_soon)
-    elif kind == IN_INT8 and zeros == 0:
-        widen_int8(codes, scales, zeros, span, count, target, codes_soon, scales_soon)
-    elif kind == IN_INT8:
-        widen_int8_with_zeros(codes, scales, zeros, span, count, target, codes_soon, scales_soon)
-    elif kind == IN_INT4 and zeros == 0:
-        widen_int4(codes, scales, zeros, span, count, target, codes_soon, scales_soon)
-    elif kind == IN_INT4:
-        widen_int4_with_zeros(codes, scales, zeros, span, count, target, codes_soon, scales_soon)
-    else:
-        widen_e2m1(codes, scales, zeros, span, count, target, codes_soon, scales_soon)
+    widen(_which(kind, zeros), codes, scales, zeros, span, count, target, codes_soon, scales_soon)
 
 
 @helper

@@ -28,10 +28,10 @@ def options_of(
     model: type[Strict], leave_out: Collection[str] = (), defaults: Mapping[str, object] | None = None
 ) -> list[inspect.Parameter]:
     """A command's parameter for each field, None unless given; `defaults`: where the command has its own."""
+    fields = {name: field for name, field in model.model_fields.items() if name not in leave_out}
     return [
-        _parameter(name, field, (defaults or {}).get(name, field.default))
-        for name, field in model.model_fields.items()
-        if name not in leave_out
+        _parameter(name, field, (defaults or {}).get(name, field.default), fields)
+        for name, field in fields.items()
     ]
 
 
@@ -195,14 +195,15 @@ def _for_typer(parameter: inspect.Parameter) -> inspect.Parameter:
     return parameter.replace(annotation=Annotated[TEXT_OF[kind], info])
 
 
-def _parameter(name: str, field: FieldInfo, default: object) -> inspect.Parameter:
-    """True or false is a flag, unless it is on already or may be something else."""
+def _parameter(name: str, field: FieldInfo, default: object, options: Collection[str]) -> inspect.Parameter:
+    """True or false is a flag, unless it is on already or may be something else. options: of the command, by
+    which its description names them."""
     many = get_origin(field.annotation) in (tuple, Mapping)
     is_flag = not default and bool in (field.annotation, *get_args(field.annotation))
     shown = "; may be repeated" if many else f" (default: {spelled(default)})" if default is not None else ""
     option = typer.Option(
         *([f"{_flag(name)}/--no-{_flag(name)[2:]}"] if is_flag else []),
-        help=f"{field.description}{'' if is_flag else shown}",
+        help=f"{_with_flags(str(field.description), options)}{'' if is_flag else shown}",
         metavar=None if is_flag else _metavar(field.annotation),
         show_default=False,
     )
@@ -218,6 +219,11 @@ MAX_METAVAR = 40  # columns
 
 def _flag(name: str) -> str:
     return f"--{name.replace('_', '-')}"
+
+
+def _with_flags(text: str, options: Collection[str]) -> str:
+    """`see memory_fraction` as `see --memory-fraction`."""
+    return re.sub(r"\w*_\w+", lambda word: _flag(word[0]) if word[0] in options else word[0], text)
 
 
 def _metavar(annotation: Any) -> str:

@@ -20,9 +20,20 @@ def test_every_field_is_an_option_with_its_description_and_default(model: type[S
     assert list(options) == list(model.model_fields)
     for name, field in model.model_fields.items():
         shown = options[name].annotation.__metadata__[0].help
+        for other in filter(lambda other: "_" in other, options):
+            shown = shown.replace(f"--{other.replace('_', '-')}", other)
         assert field.description and shown.startswith(field.description)
         if field.default:
             assert shown.endswith(f"(default: {spelled(field.default)})")
+
+
+def test_help_names_other_options_as_they_are_typed() -> None:
+    """It named them as Python does: `auto: see memory_fraction`."""
+    options = {
+        parameter.name: parameter.annotation.__metadata__[0].help for parameter in options_of(ServeConfig)
+    }
+    assert "see --memory-fraction" in options["cache_bytes"]
+    assert "a multiple of page_len" in options["snapshot_interval"], "that one is no option of the command"
 
 
 def test_what_is_left_out_is_no_option_and_a_default_of_the_command_is_shown() -> None:
