@@ -10,7 +10,6 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any, ClassVar
@@ -461,7 +460,7 @@ def test_a_failed_engine_ends_every_stream_with_its_reason(model: Any) -> None:
 def test_bans_that_leave_no_token_are_called_a_failure_of_the_engine(model: Any, as_data: bool) -> None:
     sender = ask(model, {"error_data": as_data})
     refused = refused_by_grammar(Stuck("min_tokens and bad words leave no token"))
-    model.service.llm.requests[0].say(replace(last("error", str(refused)), refused=refused))
+    model.service.llm.requests[0].say(last("error", str(refused))._replace(refused=refused))
     until(lambda: sender.sent)
     ((said, flags),) = sender.sent
     assert said.startswith("[INVALID_ARG] ") and flags == FINAL
