@@ -254,7 +254,7 @@ class Files:
         """What there is of a weight: X.weight and what stands beside it."""
         stem, is_stack = name.removesuffix(".weight"), len(shape) == 3
         tensors: dict[str, Stored] = {}
-        for end in formats.SUFFIXES:
+        for end in sorted(formats.SUFFIXES):  # errors name the first
             spellings = _stack_spellings(stem, end) if is_stack else (f"{stem}.{end}",)
             known = [spelling for spelling in spellings if spelling in self._files]
             if known:

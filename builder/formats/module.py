@@ -108,9 +108,9 @@ class Module:
     def matrices(self) -> Iterator["Module"]:
         """Those of a stack."""
         self.refuse_other_shape("weight_shape")
-        own, num = self.tensors.keys() - {"weight_shape"}, self.shape[0]
+        own, num = {end: each for end, each in self.tensors.items() if end != "weight_shape"}, self.shape[0]
         for index in range(num):
-            tensors = {end: self.tensors[end].of_matrix(index, num) for end in own}
+            tensors = {end: each.of_matrix(index, num) for end, each in own.items()}
             yield Module(f"{self.name}[{index}]", self.shape[1:], tensors, self.joined)
 
     @property

@@ -47,12 +47,17 @@ def test_the_parts_of_all_ranks_compute_the_whole_model(
         assert all(torch.equal(own[0], other) for other in own)
 
 
-QUANTISED = {  # number of ranks
-    ("qwen_fp8", "qwen3_5_moe_divisible"): 2,
-    ("compressed_w4a16_asym", "qwen3_next_divisible"): 2,
-    ("modelopt_nvfp4", "nemotron_h_divisible"): 2,
-    ("compressed_int8", "qwen3_5_divisible"): 4,
-}
+QUANTISED: dict[tuple[str, str], dict] = {  # each with other options, so that many pairs are met
+    ("qwen_fp8", "qwen3_5_moe_divisible"): {"tp": 2, "kv_dtype": "fp8"},
+    ("compressed_nvfp4", "qwen3_5_moe_divisible"): {"tp": 2, "draft_head": "fp8"},
+    ("compressed_w4a16_asym", "qwen3_next_divisible"): {
+        "tp": 2, "kv_dtype": "turboquant_4bit_nc", "draft_head": "int4",
+    },
+    ("modelopt_nvfp4", "nemotron_h_divisible"): {"tp": 2, "kv_dtype": "turboquant_3bit_nc"},
+    ("compressed_int8", "qwen3_5_divisible"): {
+        "tp": 4, "kv_dtype": "turboquant_k8v4", "draft_head": "fp8", "same_bits": True,
+    },
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("case", QUANTISED, ids="-".join)
@@ -64,11 +69,13 @@ def test_ranks_of_quantised_weights_have_the_bits_of_the_twin(
     copies = quantised.quantise(tiny_checkpoint(family), tmp_path, quantised.RECIPES[recipe])
     for copy in (copies.quantised, copies.twin):
         engine_dir = tmp_path / f"{copy.name}-engine"
-        build(copy, engine_dir, Options(tp=QUANTISED[case], max_len=256, max_rows=2, max_step_tokens=128))
+        build(copy, engine_dir, Options(**QUANTISED[case], max_len=256, max_rows=2, max_step_tokens=128))
         ranks = RankHarness(engine_dir)
         request = ranks.request()
         parts = [ranks.step([(request, piece, 0)])[0] for piece in (TEXT[:30], TEXT[30:31], TEXT[31:])]
-        made.append((torch.cat(parts), ranks.hidden))
+        hidden = ranks.hidden
+        drafted = ranks.draft(request, TEXT[1:4], hidden[:3], first=1)
+        made.append((torch.cat(parts), hidden, *drafted))
     assert all(map(same_bits, *made))
     kinds = {
         layout
