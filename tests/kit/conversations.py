@@ -12,11 +12,13 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import openai
 
 from hemiola.runtime.api import SamplingParams
+from hemiola.runtime.choose import grammar
 from hemiola.runtime.dynamo.request import ANNOTATION
 from hemiola.runtime.llm import LLM
 
@@ -86,7 +88,8 @@ class Answer:
 def make(engine_dir: Path, num_turns: int, seed: int, num_tokens: int) -> list[Conversation]:
     """Turns go in rounds: each round's answers are part of the next one's prompts."""
     dice, found = random.Random(seed), []
-    with LLM(engine_dir, drafts="none", prefix_cache=False) as llm:
+    patience = patch.object(grammar, "MOST_SECONDS", 300.0)  # on a busy machine; no caller waits here
+    with patience, LLM(engine_dir, drafts="none", prefix_cache=False) as llm:
         while sum(map(len, found)) < num_turns:
             found += _batch(llm, dice, min(64, num_turns), num_tokens)
     return found
