@@ -10,6 +10,7 @@ from typing import Annotated, Literal
 import torch
 from pydantic import (
     AfterValidator,
+    Field,
     ValidationError,
 )
 
@@ -47,6 +48,7 @@ FILE = "manifest.json"
 NARROW = {"float8_e4m3fn", "uint8"}  # dtypes of pages alone
 Target = Literal["torch", "onnxruntime", "tensorrt-rtx", "tensorrt"]
 MOST_BYTES = 2**24  # of a manifest; one of 100 layers and 7 architectures has some 2**21
+MOST_EOS = 1000  # end tokens: each request has a set of them
 MOST_PAGES = 2**24  # that all rows of a step can name, and so the entries of a table on the host
 
 
@@ -86,7 +88,7 @@ class Manifest(Frozen):
     )
     kv_dtype: KvDtype  # what pages hold
     act_dtype: Word  # of inputs of FP8 layers: fp8, or what the engine computes in (builder/options.py)
-    eos_ids: tuple[int, ...]
+    eos_ids: tuple[int, ...] = Field(max_length=MOST_EOS)
     limits: Limits
     tp: Annotated[int, AfterValidator(_known_tp)] = 1  # ranks that run each step together
     sum_segments: Literal[1, 8] = 1  # of what ranks add; 8: bits do not depend on tp
