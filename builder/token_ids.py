@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Iterator
 
 from hemiola.builder.checkpoint import Config
+from hemiola.runtime.outline import MOST_EOS
 
 KEYS = ("eos_token_id", "bos_token_id", "pad_token_id")
 NO_PAD = -1  # as some configs say that there is none
@@ -20,5 +21,9 @@ def refuse_unknown_ids(configs: Iterable[Config], vocab_size: int) -> None:
 def _ids(config: Config) -> Iterator[tuple[str, int]]:
     for key in KEYS:
         if key in config:
-            ids = config.read(key, int | list[int])  # type: ignore[arg-type]
-            yield from ((key, token_id) for token_id in (ids if isinstance(ids, list) else [ids]))
+            found = config.read(key, int | list[int])  # type: ignore[arg-type]
+            ids = found if isinstance(found, list) else [found]
+            if len(ids) > MOST_EOS:
+                reason = f"{key} holds {len(ids)} ids, at most {MOST_EOS} are read"
+                raise config.refused("too_long", key, reason, "correct it")
+            yield from ((key, token_id) for token_id in ids)

@@ -21,6 +21,7 @@ from hemiola.runtime.options import MOST_STEP_TOKENS, TP_SIZES
 FORMAT = 12
 FILE = "manifest.json"
 MOST_BYTES = 2**24  # of a manifest; one of 100 layers and 7 architectures has some 2**21
+MOST_EOS = 1000  # end tokens: each request has a set of them
 ITEM_BYTES = {
     "float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1, "uint8": 1, "int32": 4,
 }  # fmt: skip
@@ -106,7 +107,7 @@ class Outline(BaseModel):
         Word, AfterValidator(_known_archs)
     ]  # of runtime/arch.py; several, if parts were compiled for several: sm_89,sm_120
     drafts: Literal["none", "ngram", "mtp"]
-    eos_ids: tuple[int, ...]
+    eos_ids: tuple[int, ...] = Field(max_length=MOST_EOS)
     limits: Limits
     tp: Annotated[int, AfterValidator(_known_tp)] = 1  # ranks that run each step together
     states: tuple[State, ...]

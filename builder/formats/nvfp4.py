@@ -5,7 +5,7 @@ X.weight_packed, X.weight_scale, X.weight_global_scale, which divides.
 """
 
 from hemiola.builder.formats.declared import Declared
-from hemiola.builder.formats.module import Format, LazyGroup, Module, by_row, has, nibbles
+from hemiola.builder.formats.module import MOST, Format, LazyGroup, Module, by_row, has, nibbles
 from hemiola.plugins.groups import Layout, WeightGroup
 
 GROUP = 16
@@ -42,7 +42,12 @@ def _find(module: Module, weight_name: str, whole_name: str, role: str) -> LazyG
         scales.scales(begin, end)
         codes = nibbles(weight.read(begin, end))
         tensors = {"codes": codes, "scales": scales.read(begin, end)}
-        return WeightGroup(layout, tensors | {role: by_row(whole.scales(), num_outputs)[begin:end]})
+        number = whole.scales()
+        if role == "divisor" and bool((number < 1 / MOST).any()):
+            raise whole.refused(
+                f"holds {float(number.min()):g}, by which a scale is divided: beyond {MOST:g}"
+            )
+        return WeightGroup(layout, tensors | {role: by_row(number, num_outputs)[begin:end]})
 
     return LazyGroup(layout, read)
 

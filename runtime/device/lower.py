@@ -112,7 +112,8 @@ class _Lowering:
 
     def _results(self, node: Node) -> list[View]:
         """Each is written where a step wants it."""
-        found = [self._result(value) for value in node.args[0]]  # type: ignore[union-attr]
+        values: Any = node.args[0]
+        found = [self._result(value) for value in values]
         if len({id(view.buffer) for view in found}) < len(found):
             raise self._refused(node, "has one value for two results")
         return found

@@ -62,6 +62,12 @@ def test_the_nested_config_of_a_text_model_is_looked_at_as_well(tmp_path: Path) 
         refuse_unknown_ids(checkpoint.token_configs(checkpoint.config.section("text_config")), VOCAB)
 
 
+def test_a_million_end_tokens_are_a_set_for_each_request(checkpoint: Path, tmp_path: Path) -> None:
+    write(checkpoint / "config.json", "eos_token_id", [5] * 1001)
+    with pytest.raises(Refused, match="eos_token_id holds 1001 ids, at most 1000 are read; correct it"):
+        build(checkpoint, tmp_path / "engine", SMALL)
+
+
 @pytest.mark.parametrize("token_id", [VOCAB, -1, 2**40])
 def test_an_end_token_that_a_hand_wrote_into_a_manifest_does_not_reach_the_device(
     tiny_engine: Get, tmp_path: Path, token_id: int

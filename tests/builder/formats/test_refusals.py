@@ -187,6 +187,12 @@ CONTENTS = [
         put("weight_global_scale", holding(0)),
         "weight_global_scale holds",
     ),
+    (
+        quantised.nvfp4_compressed,
+        NVFP4_CT,
+        put("weight_global_scale", holding(1e-38)),
+        "weight_global_scale holds 1e-38, by which a scale is divided: beyond",
+    ),
     (quantised.gptq(4, 32), GPTQ, put("scales", holding(-2)), "X.scales holds 1 of 192 scales"),
     (quantised.awq(32), AWQ, put("scales", holding(0)), "X.scales holds 1 of 192 scales"),
     (
