@@ -39,7 +39,6 @@ class Strict(BaseModel):
             names = [field.alias or name for name, field in type(self).model_fields.items()]
             raise refused_by(error, values, names) from None
 
-
     def checked(self) -> Self:
         """The same, checked: `model_copy(update=...)` and `model_construct` check nothing."""
         values: dict[str, object] = {}

@@ -403,7 +403,9 @@ def test_the_log_probabilities_of_a_whole_answer_are_held_without_a_limit(
     asked = {"n": 2, "max_tokens": 6, "logprobs": 2}
     cut_short = {"n": 1, "max_tokens": 5000, "logprobs": 2}  # the context ends it
     model.service.llm.config.max_len = 13  # with its prompt of one token
-    wanted = "[INVALID_ARG] logprobs of {} tokens may be {}, the limit is 36; stream, or lower n or max_tokens"
+    wanted = (
+        "[INVALID_ARG] logprobs of {} tokens may be {}, the limit is 36; stream, or lower n or max_tokens"
+    )
     for more, said in (
         (asked, None),
         (cut_short, None),

@@ -266,7 +266,13 @@ def copy(engine_dir: Path, tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("top_k", 2**63), ("stop", [1]), ("logit_bias", {5: "x"}), ("structured_outputs", {"regex": 5}), ("x", 1)],
+    [
+        ("top_k", 2**63),
+        ("stop", [1]),
+        ("logit_bias", {5: "x"}),
+        ("structured_outputs", {"regex": 5}),
+        ("x", 1),
+    ],
 )
 @pytest.mark.parametrize("way", ["copied", "constructed", "written into"])
 def test_params_that_nobody_checked_reach_the_engine(llm: LLM, way: str, name: str, value: object) -> None:

@@ -266,9 +266,7 @@ def test_a_client_that_is_made_wrong_is_a_traceback_or_tries_for_ever(
 
 
 @pytest.mark.parametrize("method", ["generate", "chat", "stream"])
-def test_params_that_are_none_at_all_are_taken_for_the_default(
-    url: str, client: Client, method: str
-) -> None:
+def test_params_that_are_none_at_all_are_taken_for_the_default(url: str, client: Client, method: str) -> None:
     given = {"generate": ["a"], "chat": CHAT, "stream": "a"}[method]
     for error in of_both(client, url, method, given, {}):
         assert isinstance(error, Refused) and "SamplingParams" in str(error)

@@ -124,7 +124,9 @@ def interrupted_at(line: int, call: Callable[[], Any]) -> bool:
     return False
 
 
-@pytest.mark.filterwarnings("error:coroutine:RuntimeWarning", "error::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.filterwarnings(
+    "error:coroutine:RuntimeWarning", "error::pytest.PytestUnraisableExceptionWarning"
+)
 @pytest.mark.parametrize("method", ["generate", "chat", "stream"])
 def test_ctrl_c_while_a_request_is_sent_leaves_it_running(
     client: Client, triton: Triton, method: str, monkeypatch: pytest.MonkeyPatch

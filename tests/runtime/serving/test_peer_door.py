@@ -115,7 +115,9 @@ def test_who_asks_while_a_peer_closes_waits_for_ever(monkeypatch: pytest.MonkeyP
     with ours, theirs:
         peer.close()
         serving = threading.Thread(
-            target=peer._answer_in_turn, args=(theirs, ASKED, lambda *_, **__: exported.append(1)), daemon=True
+            target=peer._answer_in_turn,
+            args=(theirs, ASKED, lambda *_, **__: exported.append(1)),
+            daemon=True,
         )
         serving.start()
         serving.join(30)
