@@ -131,12 +131,11 @@ def locked(control_key: str) -> list[str]:
     has there. So nobody's key is one that no request can bring.
     """
     names, nobody = "shared-memory,trace,logging", f"{KEY_HEADER}={secrets.token_hex(UNSENDABLE // 2)}"
-    if not control_key:
-        return [f"--http-restricted-api={names}:{nobody}", f"--grpc-restricted-protocol={names}:{nobody}"]
+    own = f"--grpc-restricted-protocol=model-repository:{KEY_HEADER}={control_key}"
     return [
         f"--http-restricted-api={names},model-repository:{nobody}",
         f"--grpc-restricted-protocol={names}:{nobody}",
-        f"--grpc-restricted-protocol=model-repository:{KEY_HEADER}={control_key}",
+        *([own] if control_key else []),
     ]
 
 

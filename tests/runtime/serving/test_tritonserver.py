@@ -131,6 +131,14 @@ def test_the_repository_holds_each_engine_under_its_name(home: Path, tmp_path: P
     assert (out / "backends/python/libtriton_python.so").is_symlink(), "its RPATH starts from its real place"
 
 
+@pytest.mark.parametrize("key", ["", "SECRET"])
+def test_a_load_over_http_is_answered_500_where_nobody_may_load(key: str) -> None:
+    over_http, *over_grpc = tritonserver.locked(key)
+    assert over_http.startswith("--http-restricted-api=shared-memory,trace,logging,model-repository:")
+    of_models = [option for option in over_grpc if "=model-repository:" in option]
+    assert of_models == ([f"--grpc-restricted-protocol=model-repository:hemiola-key={key}"] if key else [])
+
+
 def test_the_backends_python_imports_this_hemiola(home: Path, tmp_path: Path) -> None:
     """It runs isolated, without PYTHONPATH, in the folder where the server was started."""
     write_repository(tmp_path / "out", find_triton(home / "bin/tritonserver"), {})
