@@ -229,7 +229,7 @@ def test_lists_that_no_graph_holds_are_named() -> None:
     for name, words in (
         ("stop_token_ids", f"beyond {held.stops} ids no graph"),
         ("logit_bias", f"beyond {held.biases} ids no graph"),
-        ("bad_words_ids", f"beyond {held.words} words, or {held.before} ids before their last ones, no graph"),
+        ("bad_words_ids", f"{held.words} words, or {held.before} ids before their last ones, no graph"),
     ):
         assert words in times[name]
 
