@@ -145,9 +145,9 @@ def _header(content: memoryview) -> dict[str, Any]:
 
 def _checked(form: PackedForm, header: dict[str, Any]) -> tuple[int, str, str]:
     """Edge, kind and salt. All else of a header follows from them and the engine."""
-    for name, own in form.fields.items():
-        if header.get(name) != own or type(header.get(name)) is not type(own):
-            message = f"packed has {name} {shown(header.get(name))}, this engine {shown(own)}"
+    for name, expected in form.fields.items():
+        if header.get(name) != expected or type(header.get(name)) is not type(expected):
+            message = f"packed has {name} {shown(header.get(name))}, this engine {shown(expected)}"
             raise Refused("conflict", "packed", message=message, way_out=f"use an engine like it; {AGAIN}")
     edge, kind, salt = header.get("edge"), header.get("kind"), header.get("cache_salt")
     sha256 = header.get("sha256")
@@ -169,20 +169,18 @@ def _checked(form: PackedForm, header: dict[str, Any]) -> tuple[int, str, str]:
     except Refused as error:
         message = f"packed has a cache_salt that no request has: {error}"
         raise Refused("malformed", "packed", message=message, way_out=AGAIN) from None
-    own = form.header(edge, kind, salt, sha256)
-    for name in sorted(own.keys() | header.keys()):
-        if header.get(name) != own.get(name):
-            message = (
-                f"packed has other {name} than this engine: {_difference(header.get(name), own.get(name))}"
-            )
+    expected = form.header(edge, kind, salt, sha256)
+    for name in sorted(expected.keys() | header.keys()):
+        if header.get(name) != expected.get(name):
+            message = f"packed has other {name} than this engine: {_difference(header.get(name), expected.get(name))}"
             raise Refused("conflict", "packed", message=message, way_out=AGAIN)
     return edge, kind, salt
 
 
-def _difference(packed: object, own: object) -> str:
-    if isinstance(packed, list) and isinstance(own, list):
-        for theirs, ours in zip(packed, own, strict=False):
+def _difference(packed: object, expected: object) -> str:
+    if isinstance(packed, list) and isinstance(expected, list):
+        for theirs, ours in zip(packed, expected, strict=False):
             if theirs != ours:
                 return f"{shown(theirs)} for {shown(ours)}"
-        return f"{len(packed)} for {len(own)}"
-    return f"{shown(packed)} for {shown(own)}"
+        return f"{len(packed)} for {len(expected)}"
+    return f"{shown(packed)} for {shown(expected)}"
