@@ -145,9 +145,9 @@ def _header(content: memoryview) -> dict[str, Any]:
 
 def _checked(form: PackedForm, header: dict[str, Any]) -> tuple[int, str, str]:
     """Edge, kind and salt. All else of a header follows from them and the engine."""
-    for name, expected in form.fields.items():
-        if header.get(name) != expected or type(header.get(name)) is not type(expected):
-            message = f"packed has {name} {shown(header.get(name))}, this engine {shown(expected)}"
+    for name, ours in form.fields.items():
+        if header.get(name) != ours or type(header.get(name)) is not type(ours):
+            message = f"packed has {name} {shown(header.get(name))}, this engine {shown(ours)}"
             raise Refused("conflict", "packed", message=message, way_out=f"use an engine like it; {AGAIN}")
     edge, kind, salt = header.get("edge"), header.get("kind"), header.get("cache_salt")
     sha256 = header.get("sha256")
@@ -169,10 +169,12 @@ def _checked(form: PackedForm, header: dict[str, Any]) -> tuple[int, str, str]:
     except Refused as error:
         message = f"packed has a cache_salt that no request has: {error}"
         raise Refused("malformed", "packed", message=message, way_out=AGAIN) from None
-    expected = form.header(edge, kind, salt, sha256)
-    for name in sorted(expected.keys() | header.keys()):
-        if header.get(name) != expected.get(name):
-            message = f"packed has other {name} than this engine: {_difference(header.get(name), expected.get(name))}"
+    ours = form.header(edge, kind, salt, sha256)
+    for name in sorted(ours.keys() | header.keys()):
+        if header.get(name) != ours.get(name):
+            message = (
+                f"packed has other {name} than this engine: {_difference(header.get(name), ours.get(name))}"
+            )
             raise Refused("conflict", "packed", message=message, way_out=AGAIN)
     return edge, kind, salt
 
