@@ -21,12 +21,12 @@ def check_size(what: str, text: bytes | bytearray) -> None:
     num_values, num_names = (num_strings, 0)
     if num_strings <= MOST_VALUES + MOST_NAMES:
         num_values, num_names = _count(STRING.sub(b"", text))
-    for count, most, kind in (
+    for count, limit, kind in (
         (num_values, MOST_VALUES, "values"),
         (num_names, MOST_NAMES, "objects, lists and names"),
     ):
-        if count > most:
-            message = f"{what} holds {count} {kind}, the limit is {most}"
+        if count > limit:
+            message = f"{what} holds {count} {kind}, the limit is {limit}"
             raise Refused("too_long", message=message, way_out="send less")
 
 

@@ -30,15 +30,15 @@ class ResponseItem:
         self.kind, self.call_id = part.kind, part.call_id
         kind, prefix, self._content, self._events = KINDS[part.kind]
         self._texts: list[str] = []
-        self._own: Json = {"id": _new_id(prefix), "type": kind, "status": "in_progress"}
-        self._at = {"item_id": self._own["id"], "output_index": index}
+        self._fields: Json = {"id": _new_id(prefix), "type": kind, "status": "in_progress"}
+        self._at = {"item_id": self._fields["id"], "output_index": index}
         match self.kind:
             case "call":
-                self._own |= {"call_id": _new_id("call"), "name": part.name}
+                self._fields |= {"call_id": _new_id("call"), "name": part.name}
             case "content":
-                self._own |= {"role": "assistant"}
+                self._fields |= {"role": "assistant"}
             case "reasoning":
-                self._own |= {"summary": []}
+                self._fields |= {"summary": []}
         if self._content:
             self._at["content_index"] = 0
 
@@ -61,7 +61,7 @@ class ResponseItem:
             yield {"type": f"{self._events}.delta", **self._at, "delta": text, **self._logprobs()}
 
     def close(self, status: str) -> Iterator[Json]:
-        self._own["status"] = status
+        self._fields["status"] = status
         name = "text" if self._content else "arguments"
         yield {"type": f"{self._events}.done", **self._at, name: self._text, **self._logprobs()}
         if self._content:
@@ -71,8 +71,8 @@ class ResponseItem:
 
     def json(self, empty: bool = False) -> Json:
         if not self._content:
-            return {**self._own, "arguments": "" if empty else self._text}
-        return {**self._own, "content": [] if empty else [self._part(self._text)]}
+            return {**self._fields, "arguments": "" if empty else self._text}
+        return {**self._fields, "content": [] if empty else [self._part(self._text)]}
 
     def _part(self, text: str) -> Json:
         return {

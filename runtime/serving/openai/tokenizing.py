@@ -75,11 +75,11 @@ def tokenize(model: ServedModel, request: TokenizeRequest) -> dict[str, Any]:
 
 def detokenize(model: ServedModel, request: DetokenizeRequest) -> dict[str, Any]:
     tokenizer = model.need_text("tokens").tokenizer
-    most = tokenizer.get_vocab_size(with_added_tokens=True) - 1
+    last_id = tokenizer.get_vocab_size(with_added_tokens=True) - 1
     if len(request.tokens) > MOST_IDS:
         size = Amount(len(request.tokens), "ids")
         raise Refused("too_long", "tokens", size, f"at most {MOST_IDS} are read here", "send fewer")
     for at, token_id in enumerate(request.tokens):
-        if not 0 <= token_id <= most:
-            raise Refused("out_of_range", f"tokens[{at}]", token_id, f"the tokenizer has 0..{most}")
+        if not 0 <= token_id <= last_id:
+            raise Refused("out_of_range", f"tokens[{at}]", token_id, f"the tokenizer has 0..{last_id}")
     return {"prompt": tokenizer.decode(request.tokens, skip_special_tokens=False)}
