@@ -115,9 +115,9 @@ Door: TypeAlias = Callable[[Name], str]  # how a door writes a name
 
 def any_of(*fields: str) -> tuple[str | Name, ...]:
     """`a, b or c`."""
-    *most, last = fields
-    before = [part for field in most for part in (Name(field), ", ")][:-1]
-    return (*before, *([" or "] if most else []), Name(last))
+    *others, last = fields
+    before = [part for field in others for part in (Name(field), ", ")][:-1]
+    return (*before, *([" or "] if others else []), Name(last))
 
 
 def in_python(name: Name) -> str:

@@ -64,10 +64,10 @@ class _Size(NamedTuple):
     characters: int
 
 
-def _size(value: Any, most: float) -> _Size:
-    """Of a value when it is written out; not much further than `most`."""
+def _size(value: Any, limit: float) -> _Size:
+    """Of a value when it is written out; not much further than `limit`."""
     items, characters, left = 0, 0, [value]
-    while left and items + characters <= most:
+    while left and items + characters <= limit:
         value = left.pop()
         items += ITEM
         if isinstance(value, str):

@@ -72,10 +72,11 @@ class Text:
         What cannot fit into max_len tokens is refused unread: to read 60 MB takes minutes and gigabytes.
         """
         if max_len is not None and len(text) > max(max_len, LONG_TEXT):
-            most = self._most_characters
-            if most is not None and len(text) > (max_len + 1) * most:  # one: a second BOS
+            max_characters = self._most_characters
+            if max_characters is not None and len(text) > (max_len + 1) * max_characters:  # one: a second BOS
                 message = (
-                    f"prompt is {len(text)} characters, and max_len={max_len} tokens have at most {most} each"
+                    f"prompt is {len(text)} characters, and max_len={max_len} tokens have at most"
+                    f" {max_characters} each"
                 )
                 raise Refused("too_long", "prompt", len(text), message=message, way_out="shorten it")
         try:

@@ -84,7 +84,8 @@ def _around(step: Mapping[str, Any]) -> int:
     if step["type"] != "TemplateProcessing":
         return 0
     sizes = {
-        name: sum(1 + len(text) for text in own["tokens"]) for name, own in step["special_tokens"].items()
+        name: sum(1 + len(text) for text in special["tokens"])
+        for name, special in step["special_tokens"].items()
     }
     return sum(sizes[piece["SpecialToken"]["id"]] for piece in step["single"] if "SpecialToken" in piece)
 
