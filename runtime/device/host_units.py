@@ -133,9 +133,9 @@ class HostUnits:
     def _parts(
         self, page_ids: Sequence[int], units: Sequence[int]
     ) -> Iterator[tuple[Sequence[int], Sequence[int]]]:
-        most = max(1, self._at_once // self._own_bytes)
-        for first in range(0, len(page_ids), most):
-            yield page_ids[first : first + most], units[first : first + most]
+        at_once = max(1, self._at_once // self._own_bytes)
+        for first in range(0, len(page_ids), at_once):
+            yield page_ids[first : first + at_once], units[first : first + at_once]
 
     def _save(self, content: torch.Tensor, units: Sequence[int]) -> None:
         """content: [len(units), bytes of a page] on the device."""

@@ -63,10 +63,10 @@ class Lane:
         self._placing.append((event, content))
         self._let_place(MOST_PLACING)
 
-    def _let_place(self, most: int) -> None:
+    def _let_place(self, num_left: int) -> None:
         """Copies from now on run behind second halves, but for so many, and may use their memory."""
         assert self._stream is not None
-        while len(self._placing) > most:
+        while len(self._placing) > num_left:
             event, _ = self._placing.popleft()
             self._stream.wait_event(event)
 

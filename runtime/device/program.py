@@ -60,8 +60,8 @@ def _lines(graph: Graph) -> Iterator[str]:
 def _called(node: Node) -> str:
     if node.op != "call_function":
         return "" if node.op == "placeholder" else node.op
-    own = isinstance(node.target, torch._ops.OpOverload)
-    return str(node.target) if own else f"{OPERATOR}.{node.target.__name__}"  # type: ignore[union-attr]
+    is_overload = isinstance(node.target, torch._ops.OpOverload)
+    return str(node.target) if is_overload else f"{OPERATOR}.{node.target.__name__}"  # type: ignore[union-attr]
 
 
 def _written(value: Any) -> Any:
