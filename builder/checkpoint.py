@@ -27,7 +27,7 @@ SINGLE = "model.safetensors"
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 REQUIRED = object()
 MOST_SIZE = 2**24  # of anything that a config counts
-MOST_JSON = 2**26  # bytes of a JSON file; the largest index known has some 10 MB
+MAX_JSON = 2**26  # bytes of a JSON file; the largest index known has some 10 MB
 INFINITIES = ("Infinity", "-Infinity")
 
 
@@ -356,7 +356,7 @@ def _shard(folder: Path, name: str) -> Path:
 
 def read_json(path: Path) -> dict[str, Any]:
     """A JSON object, with infinities as floats."""
-    content = json_file.read_json(path, "download it again", MOST_JSON)
+    content = json_file.read_json(path, "download it again", MAX_JSON)
     if not isinstance(content, dict):
         raise Refused("damaged", message=f"{path} is not a JSON object", way_out="download it again")
     try:

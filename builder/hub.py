@@ -42,7 +42,7 @@ from hemiola.runtime.progress import FETCHING, Report, size
 
 CONFIG = "config.json"
 SMALL = (CONFIG, "generation_config.json", MODELOPT, INDEX, *TOKENIZER_FILES)
-MOST_SMALL = 2**27  # bytes of each; the largest known, a tokenizer, has 35 MB
+MAX_SMALL = 2**27  # bytes of each; the largest known, a tokenizer, has 35 MB
 MOST_ANSWER = 2**24  # bytes of an answer that is no file; a description of 10,000 files has 2 MB
 READ_S = 60.0  # seconds in which it must have come
 TOO_MANY = (408, 429, 500, 502, 503, 504)  # after which huggingface_hub asks again
@@ -156,9 +156,9 @@ def _fetch(origin: Origin, names: Iterable[str], report: Report) -> None:
 
 def _refuse_large(repo: str, sizes: Mapping[str, int]) -> None:
     for name in SMALL:
-        if (size := sizes.get(name, 0)) > MOST_SMALL:
+        if (size := sizes.get(name, 0)) > MAX_SMALL:
             message = (
-                f"{name} of {repo} on {constants.ENDPOINT} has {size} bytes, at most {MOST_SMALL} are read"
+                f"{name} of {repo} on {constants.ENDPOINT} has {size} bytes, at most {MAX_SMALL} are read"
             )
             raise Refused("too_long", message=message, way_out="name another checkpoint")
 

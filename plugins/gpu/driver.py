@@ -15,7 +15,7 @@ from hemiola.plugins.gpu.launch import ONE, Block, Launch
 
 CELL = 8  # bytes of a parameter's place; tensor maps have their own
 MAP_BYTES, MAP_ALIGNMENT = 128, 64
-MOST_MAPS = 4096  # that a kernel keeps
+MAX_MAPS = 4096  # that a kernel keeps
 STATIC_SHARED = 48 * 1024  # bytes that a block may have without being asked
 FORMATS = {"*": "Q", "i32": "i4x", "i64": "q", "fp32": "f4x"}
 DONE = driver.CUresult.CUDA_SUCCESS
@@ -174,7 +174,7 @@ class Parameters:
         key = (index, tensor.data_ptr(), *tensor.shape, *tensor.stride())
         known = self._kept.get(key)
         if known is None:
-            if len(self._kept) >= MOST_MAPS:
+            if len(self._kept) >= MAX_MAPS:
                 self._kept.clear()
             described = _describe(tensor, self._blocks[index])
             known = self._kept[key] = (described, *tensor.shape, *tensor.stride())

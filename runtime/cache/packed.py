@@ -22,7 +22,7 @@ from hemiola.runtime.errors import Refused, shown
 MAGIC = b"hemiola prefix 1"
 SHA = 32  # bytes
 START = len(MAGIC) + 4 + SHA
-MOST_HEADER = 2**22  # bytes
+MAX_HEADER = 2**22  # bytes
 KINDS = ("prompt", "junction", "interval", "decode")
 AGAIN = "requests compute it again"
 
@@ -127,7 +127,7 @@ def _header(content: memoryview) -> dict[str, Any]:
         way_out = f"pass what export_prefix returned; {AGAIN}"
         raise Refused("malformed", "packed", message="packed is no prefix of this format", way_out=way_out)
     length = int.from_bytes(content[len(MAGIC) : START - SHA], "little")
-    text = bytes(content[START : START + length]) if length <= MOST_HEADER else b""
+    text = bytes(content[START : START + length]) if length <= MAX_HEADER else b""
     if len(text) != length or hashlib.sha256(text).digest() != content[START - SHA : START]:
         raise Refused(
             "damaged", "packed", message="packed is damaged or cut short in its header", way_out=AGAIN

@@ -29,7 +29,7 @@ TRIED = (
     {"T": 7, "N": 3, "W": 5, "L": 2, "P": 11, "S": 13},
     {"T": 17, "N": 19, "W": 23, "L": 29, "P": 31, "S": 37},
 )
-MOST_WIDTH = 2**24  # numbers of one token in one value
+MAX_WIDTH = 2**24  # numbers of one token in one value
 MOST_PARTS = 1024  # of a value that is split
 SELECT = torch.ops.aten.index_select.default
 PLAIN = "as it is"  # a weight that no form packs
@@ -304,7 +304,7 @@ class _Trial:
         for part in made if isinstance(made, (list, tuple)) else [made]:
             if not isinstance(part, torch.Tensor):
                 raise ValueError(f"{node.name} is {type(part).__name__}, no tensor")
-            if part.numel() > MOST_WIDTH * max(self._sizes.values()):
+            if part.numel() > MAX_WIDTH * max(self._sizes.values()):
                 raise ValueError(f"{node.name} is {_told(part)}, which no step needs")
         declared = node.meta.get("val")
         if isinstance(declared, torch.Tensor):

@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 import torch
 
-MOST_PLACING = 1  # second halves beside which the next copy runs; each holds memory of the device
+MAX_PLACING = 1  # second halves beside which the next copy runs; each holds memory of the device
 
 
 class Mark:
@@ -61,7 +61,7 @@ class Lane:
         event = torch.cuda.Event()
         event.record(self._places)
         self._placing.append((event, content))
-        self._let_place(MOST_PLACING)
+        self._let_place(MAX_PLACING)
 
     def _let_place(self, num_left: int) -> None:
         """Copies from now on run behind second halves, but for so many, and may use their memory."""

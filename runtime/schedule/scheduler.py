@@ -300,7 +300,7 @@ class Scheduler:
         if self.config.num_drafts == 0:
             return
         rows = [row for row in plan.rows if row.chooses]
-        max_drafts = [self._most_drafts(row.request) for row in rows]
+        max_drafts = [self._max_drafts(row.request) for row in rows]
         for row, room in zip(rows, self.pace.choose([r.request for r in rows], max_drafts), strict=True):
             request = row.request
             if room and self.prefix.grow(request.slot_id, request.most_len + room):
@@ -323,7 +323,7 @@ class Scheduler:
         finishes = self.prefix.enabled and row.edges[0] // page_len != row.edges[1] // page_len
         return row.room == 0 and row.num_tokens == 1 and row.owed + 1 < self.config.chunk_len and not finishes
 
-    def _most_drafts(self, request: Request) -> int:
+    def _max_drafts(self, request: Request) -> int:
         asked = request.params.num_drafts
         max_drafts = self.config.num_drafts if asked is None else min(asked, self.config.num_drafts)
         return max(0, min(max_drafts, len(request.ids) - request.most_len - 1))

@@ -35,8 +35,8 @@ def inputs() -> dict[str, Input]:
     return {name: Input(kind, dims == "-1") for name, kind, dims in INPUT.findall(text)}
 
 
-MOST_KEYS = 128  # tritonserver's time grows with the square of their number: 40,000 held up all for 12 s
-MOST_ID = 1024  # characters; each response repeats it
+MAX_KEYS = 128  # tritonserver's time grows with the square of their number: 40,000 held up all for 12 s
+MAX_ID = 1024  # characters; each response repeats it
 
 
 def check_generate(body: bytes | bytearray, one_response: bool = False) -> None:
@@ -55,9 +55,9 @@ def check_generate(body: bytes | bytearray, one_response: bool = False) -> None:
     for name, value in asked.items():
         if name == "id":
             _check(name, value, "STRING")
-            if len(value) > MOST_ID:
+            if len(value) > MAX_ID:
                 size = Amount(len(value), "characters")
-                raise Refused("too_long", "id", size, f"the limit is {MOST_ID}", "give a shorter one")
+                raise Refused("too_long", "id", size, f"the limit is {MAX_ID}", "give a shorter one")
         elif name == "parameters":
             _check_parameters(value, one_response)
         else:
@@ -76,8 +76,8 @@ def _check_named(name: str, value: object, one_response: bool) -> None:
 
 
 def _check_keys(what: str, given: Mapping[str, object]) -> None:
-    if len(given) > MOST_KEYS:
-        message = f"{what} has {len(given)} keys, the limit is {MOST_KEYS}"
+    if len(given) > MAX_KEYS:
+        message = f"{what} has {len(given)} keys, the limit is {MAX_KEYS}"
         raise Refused("too_long", message=message, way_out="leave those out that mean nothing")
 
 

@@ -37,7 +37,7 @@ WATCHDOG_S = 1.0  # between looks for the process that ends this one with its se
 NUM_COMPILING = 8  # requests whose grammars are compiled; others with a grammar wait for them
 MOST_WAIT_S = 10.0  # so long
 NUM_READING = 2  # long prompts and chats that are tokenized; other long ones wait for them
-MOST_RETRY_S = 60
+MAX_RETRY_S = 60
 
 
 class Service:
@@ -182,7 +182,7 @@ class Service:
         num_open = self.outbox.num_open
         if num_open + n <= self._most_open:
             return
-        wait = min(MOST_RETRY_S, max(1, math.ceil(self.outbox.seconds_per_answer * num_open / 2)))
+        wait = min(MAX_RETRY_S, max(1, math.ceil(self.outbox.seconds_per_answer * num_open / 2)))
         max_rows, max_queue = self.llm.config.max_rows, self._max_queue
         raise Busy(
             f"{counted(num_open, 'answer is', 'answers are')} under way in"

@@ -36,7 +36,7 @@ from hemiola.runtime.step.parts import EngineParts, program_of
 from hemiola.runtime.step.program import MARKS, Feed
 
 log = logging.getLogger("hemiola")
-MOST_TOP = 20  # logprobs of a position
+MAX_TOP = 20  # logprobs of a position
 
 
 class CapturedResult(NamedTuple):
@@ -154,7 +154,7 @@ class Captured:
         if bucket.rules != ANY:
             return ByRules(self._ops, *of_ledger, group, group)
         masks = Masks(None, sent.bits[sent.mask])
-        return ByRules(self._ops, *of_ledger, group, group, masks, [LogprobLines(0, slice(None), MOST_TOP)])
+        return ByRules(self._ops, *of_ledger, group, group, masks, [LogprobLines(0, slice(None), MAX_TOP)])
 
     def _output(self, plan: Plan, bucket: Bucket, result: CapturedResult) -> StepOutput:
         """On its way to the host."""

@@ -14,7 +14,7 @@ from hemiola.runtime.serving.openai.parts import ENCODER
 from hemiola.runtime.serving.openai.reply import Choice, Json
 from hemiola.runtime.serving.openai.responses import ResponsesRequest
 
-MOST_REPEATED = 2**21  # characters of a request in its answer: three times in a stream, by the event loop
+MAX_REPEATED = 2**21  # characters of a request in its answer: three times in a stream, by the event loop
 # Of each kind of part: the item's type and prefix, the type of its content, and the events of its text.
 KINDS = {
     "reasoning": ("reasoning", "rs", "reasoning_text", "response.reasoning_text"),
@@ -164,10 +164,8 @@ class ResponseReply:
             "user": request.user,
         }
         self._head = ENCODER.encode(head)[:-1]  # once: a stream says it three times
-        if (size := len(self._head) + 1) > MOST_REPEATED:
-            message = (
-                f"the answer would repeat {size} characters of the request, the limit is {MOST_REPEATED}"
-            )
+        if (size := len(self._head) + 1) > MAX_REPEATED:
+            message = f"the answer would repeat {size} characters of the request, the limit is {MAX_REPEATED}"
             way_out = "shorten instructions, tools, text, reasoning, metadata or user"
             raise Refused("too_long", message=message, way_out=way_out)
 
