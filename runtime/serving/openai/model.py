@@ -35,8 +35,8 @@ class ServedModel:
     @property
     def parts(self) -> dict[str, object]:
         """What choices and replies hold of it, by names that no other model has."""
-        own = {"model": self} | ({} if self.text is None else {"text": self.text, "tokens": self.tokens})
-        return {f"{part} of {self.name}": value for part, value in own.items()}
+        parts = {"model": self} | ({} if self.text is None else {"text": self.text, "tokens": self.tokens})
+        return {f"{part} of {self.name}": value for part, value in parts.items()}
 
 
 def find_model(models: Mapping[str, ServedModel], name: str) -> ServedModel:
