@@ -80,7 +80,7 @@ def test_a_storm(engine_hands: Callable[..., EngineHand], wanted: Wanted, seed: 
 
 def test_storms_reach_all_that_they_are_for(engine_hands: Callable[..., EngineHand], wanted: Wanted) -> None:
     reached: Counter[str] = Counter()
-    for seed in range(24):
+    for seed in range(36):
         reached += run(engine_hands, wanted, seed)
     ends = ("length", "stop", "cancelled", "error")
     moves = (
