@@ -247,7 +247,7 @@ def test_an_error_that_cannot_be_sent_leaves_its_caller_waiting(
         assert sender.sent == [(said, FINAL)]
     monkeypatch.undo()
     sender = ask(model)
-    model.service.llm.requests[-1].say(replace(last("error"), refused=Unwritable("other")))
+    model.service.llm.requests[-1].say(last("error")._replace(refused=Unwritable("other")))
     until(lambda: sender.sent)
     assert sender.sent == [("[INTERNAL] Unwritable cannot be written as text (RecursionError)", FINAL)]
     failing = Piece("", [], None, "error", Metrics(num_prompt_tokens=3, arrival=0.0), "no \ud800 here")
