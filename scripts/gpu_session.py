@@ -31,6 +31,7 @@ own. A stage waits for what it needs, until the time is up. CONTRIBUTING.md has 
 """
 
 import argparse
+import io
 import json
 import os
 import re
@@ -291,7 +292,9 @@ def drive(lane: Lane, until: float, environment: dict[str, str], out: Path, lock
     """What has passed on this machine does not run again."""
     given = environment | ({"CUDA_VISIBLE_DEVICES": lane.gpus} if lane.gpus else {})
     for stage in lane.stages:
-        if any(done.name == stage.name and done.how == "passed" for done in load()):
+        with lock:  # nobody writes meanwhile
+            passed = any(done.name == stage.name and done.how == "passed" for done in load())
+        if passed:
             continue
         while (left := until - time.monotonic()) >= ENOUGH * stage.seconds:
             if stage.needs is None or stage.needs.exists():
@@ -457,7 +460,12 @@ def write(out: Path) -> None:
     (out / "summary.md").write_text("\n".join(lines) + "\n")
     (out / "tables.md").write_text("\n".join(tables))
     with tarfile.open(out / "logs.tar.gz", "w:gz") as archive:
-        archive.add(KEPT / "logs", "logs")
+        for path in sorted(path for path in (KEPT / "logs").rglob("*") if path.is_file()):
+            with suppress(FileNotFoundError):  # of a stage that begins again
+                text = path.read_bytes()  # other lanes write on
+                member = tarfile.TarInfo(f"logs/{path.relative_to(KEPT / 'logs')}")
+                member.size = len(text)
+                archive.addfile(member, io.BytesIO(text))
 
 
 def log_file(name: str) -> Path:

@@ -365,7 +365,7 @@ class EngineHand(Hand):
         logits = self.plain.logits(ids[:-1])[request.prompt_len - 1 :]
         token_ids = torch.tensor(ids[request.prompt_len :], device=logits.device)
         wanted = to_logprobs(token_ids.tolist(), *logprobs(logits, token_ids, num_top))
-        mine = table(request.logprobs)
+        mine = table([one for piece in self.pieces[request.id] for one in piece.logprobs or ()])
         self.demands.same(mine.to(logits.device), table(wanted).to(logits.device), f"{request.id}: logprobs")
 
     def _check_prompt_logprobs(self, request: Request) -> None:

@@ -125,6 +125,7 @@ class Storm:
         self.aborted: set[int] = set()
         self.seen: set[tuple[str, bool, int]] = set()  # moves, against requests in flight, of so many tokens
         self.reached: Counter[str] = Counter()
+        self.reached["no recurrences"] += not scheduler.prefix.hybrid
         self.watched_from = self.salt[0] % 2 * 40  # turn: a router may come when much is cached
         self._watch()
 

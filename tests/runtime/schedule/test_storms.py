@@ -51,6 +51,7 @@ def test_a_storm_is_repeated_by_its_seed(make_hand: Callable, seed: int) -> None
 
 
 REACHED = [
+    "no recurrences",
     "requests of two priorities ran",
     "a newcomer took the place of a worse one within a step",
     "waiting improved a priority",

@@ -200,8 +200,8 @@ def test_every_request_that_no_graph_holds_writes_a_line_of_the_log(
     config = CONFIGS[0].model_copy(update={"cuda_graphs": True})
     pages, nothing = PagePool(config.num_pages, config.page_len, config.num_slots, 16), OneRank()
     steps = make_steps(config, nothing, nothing, pages, torch.device("cpu"), ExitStack())  # type: ignore
-    for slot_id, many in ((1, 64), (1, 65), (1, 65)):
-        rule = a_row(words=[[n] for n in range(many)]).rule
+    for slot_id, count in ((1, 64), (1, 65), (1, 65)):
+        rule = a_row(words=[[n] for n in range(count)]).rule
         steps.open(slot_id, np.array([1], np.int32), 0, rule)
     assert [record.levelname for record in caplog.records] == ["WARNING"]
 
