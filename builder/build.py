@@ -152,9 +152,9 @@ def _compile(
         graphs.append(export(model, name, job.limits))
         segment = model.trunk if name == "trunk" else model.draft
         assert segment is not None
-        launches, own = _launches(target, job.device), model.weights(segment)
-        compiled = target.compile(graphs[-1], own, job)
-        made = _segment(compiled, graphs[-1], own)
+        launches, segment_weights = _launches(target, job.device), model.weights(segment)
+        compiled = target.compile(graphs[-1], segment_weights, job)
+        made = _segment(compiled, graphs[-1], segment_weights)
         work = work_bytes(graphs[-1], made, job.limits) if launches else 0
         segments.append(made.model_copy(update={"work_bytes": work}))
         weights[0] = compiled.weights | weights[0]
@@ -193,10 +193,10 @@ def _kernels(graphs: Sequence[Graph], segments: Sequence[Segment], job: Job) -> 
 
 
 def _segment(compiled: CompiledSegment, graph: Graph, sources: dict[str, Lazy]) -> Segment:
-    own = (name for name in graph.weights if name in compiled.weights)
+    names = (name for name in graph.weights if name in compiled.weights)
     return Segment(
         name=graph.name,
-        weights=tuple(dict.fromkeys((*own, *compiled.weights))),
+        weights=tuple(dict.fromkeys((*names, *compiled.weights))),
         layouts={name: str(lazy.layout) for name, lazy in sources.items() if lazy.layout},
         states=tuple(state.name for state in graph.states),
         inputs=graph.inputs,

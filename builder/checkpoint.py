@@ -27,7 +27,7 @@ SINGLE = "model.safetensors"
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 REQUIRED = object()
 MOST_SIZE = 2**24  # of anything that a config counts
-MOST_JSON = 2**26  # bytes of a JSON file; the largest index known has some 10 MB
+MAX_JSON = 2**26  # bytes of a JSON file; the largest index known has some 10 MB
 INFINITIES = ("Infinity", "-Infinity")
 
 
@@ -53,11 +53,11 @@ class Config:
             reason = f"{key} is {shown(value)}, expected {name}"
             raise self.refused("wrong_type", key, reason, "correct it") from None
 
-    def size(self, key: str, default: object = REQUIRED, most: int = MOST_SIZE) -> int:
+    def size(self, key: str, default: object = REQUIRED, limit: int = MOST_SIZE) -> int:
         """A positive int."""
         value = self.read(key, int, default)
-        if not 0 < value <= most:
-            what = "expected a positive number" if value <= 0 else f"the most that is read is {most}"
+        if not 0 < value <= limit:
+            what = "expected a positive number" if value <= 0 else f"the most that is read is {limit}"
             raise self.refused("out_of_range", key, f"{key} is {shown(value)}, {what}", "correct it")
         return value
 
@@ -238,8 +238,8 @@ class Files:
     def matrix(self, name: str, *shape: int) -> Lazy:
         module = self._module(name, shape)
         if formats.is_plain(module):
-            own = module.tensors.get("weight")
-            return self.tensor(own.name if own else name, *shape)
+            weight = module.tensors.get("weight")
+            return self.tensor(weight.name if weight else name, *shape)
         self._used.update(stored.name for stored in module.tensors.values())
         return stacked(map(self._matrix, module.matrices())) if len(shape) == 3 else self._matrix(module)
 
@@ -337,8 +337,8 @@ def _is_blob(folder: Path, target: Path) -> bool:
     """CACHE/models--NAME/snapshots/REVISION/... links to CACHE/models--NAME/blobs/SHA, or by way of it to
     CACHE/blobs/AB/ABCD..., which all models share."""
     snapshots = (place for place in (folder, *folder.parents) if place.parent.name == "snapshots")
-    own = (place.parent.parent for place in snapshots)
-    return any(target.parent == repo / "blobs" or _is_shared(repo.parent, target) for repo in own)
+    repos = (place.parent.parent for place in snapshots)
+    return any(target.parent == repo / "blobs" or _is_shared(repo.parent, target) for repo in repos)
 
 
 def _is_shared(cache: Path, target: Path) -> bool:
@@ -356,7 +356,7 @@ def _shard(folder: Path, name: str) -> Path:
 
 def read_json(path: Path) -> dict[str, Any]:
     """A JSON object, with infinities as floats."""
-    content = json_file.read_json(path, "download it again", MOST_JSON)
+    content = json_file.read_json(path, "download it again", MAX_JSON)
     if not isinstance(content, dict):
         raise Refused("damaged", message=f"{path} is not a JSON object", way_out="download it again")
     try:

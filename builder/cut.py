@@ -53,11 +53,11 @@ class Cut(NamedTuple):
         assert sum(parts) == lazy.shape[dim]
         shares = [self.share(f"{part} rows", part) for part in parts]
 
-        def own(rows: torch.Tensor) -> torch.Tensor:
+        def rank_rows(rows: torch.Tensor) -> torch.Tensor:
             spans = zip(rows.split(list(parts)), shares, strict=True)
             return torch.cat([span[self.rank * share :][:share] for span, share in spans])
 
-        return lazy.take(own, dim).of_a_rank()
+        return lazy.take(rank_rows, dim).of_a_rank()
 
     def kv_rows(self, lazy: Lazy, kv_heads: int) -> Lazy:
         """The rank's keys or values; a head may be that of several ranks."""

@@ -34,14 +34,14 @@ def refuses_layout(layout: Layout, num_inputs: int) -> str:
 def coded_weights(graph: Graph, weights: dict[str, Lazy]) -> dict[str, Layout]:
     """Layouts of the quantised weights of dense layers, by name."""
     names = dict(zip(graph.placeholders(), graph.weights, strict=False))
-    found: dict[str, Layout] = {}
+    layouts: dict[str, Layout] = {}
     for node in graph.program.graph.nodes:
         op = op_of(node)
         if op is not None and op.name == "linear":
             name = names[node.args[1]]
             if (layout := weights[name].layout) is not None:
-                found[name] = layout
-    return found
+                layouts[name] = layout
+    return layouts
 
 
 def stored(name: str, weight: Lazy) -> dict[str, Lazy]:
@@ -58,5 +58,5 @@ def _codes(group: WeightGroup) -> torch.Tensor:
 
 
 def _scales(group: WeightGroup) -> torch.Tensor:
-    found = factors(group)
-    return found if group.layout.span else found[:, 0].clone()
+    scales = factors(group)
+    return scales if group.layout.span else scales[:, 0].clone()

@@ -45,12 +45,12 @@ class Graph:
     def letters(self) -> dict[str, str]:
         """The letter of each free size, by the name that torch gave it."""
         shapes = [*map(_first, self.states), *(INPUTS[self.name][name] for name in self.inputs)]
-        found: dict[str, str] = {}
+        letters: dict[str, str] = {}
         for node, shape in zip(self.placeholders()[len(self.weights) :], shapes, strict=True):
             for size, letter in zip(node.meta["val"].shape, shape, strict=False):
                 if isinstance(size, torch.SymInt):
-                    found[str(size)] = letter
-        return found
+                    letters[str(size)] = letter
+        return letters
 
 
 def export(model: Model, name: Name, limits: Limits) -> Graph:

@@ -42,7 +42,7 @@ from hemiola.runtime.progress import FETCHING, Report, size
 
 CONFIG = "config.json"
 SMALL = (CONFIG, "generation_config.json", MODELOPT, INDEX, *TOKENIZER_FILES)
-MOST_SMALL = 2**27  # bytes of each; the largest known, a tokenizer, has 35 MB
+MAX_SMALL = 2**27  # bytes of each; the largest known, a tokenizer, has 35 MB
 MOST_ANSWER = 2**24  # bytes of an answer that is no file; a description of 10,000 files has 2 MB
 READ_S = 60.0  # seconds in which it must have come
 TOO_MANY = (408, 429, 500, 502, 503, 504)  # after which huggingface_hub asks again
@@ -156,9 +156,9 @@ def _fetch(origin: Origin, names: Iterable[str], report: Report) -> None:
 
 def _refuse_large(repo: str, sizes: Mapping[str, int]) -> None:
     for name in SMALL:
-        if (found := sizes.get(name, 0)) > MOST_SMALL:
+        if (size := sizes.get(name, 0)) > MAX_SMALL:
             message = (
-                f"{name} of {repo} on {constants.ENDPOINT} has {found} bytes, at most {MOST_SMALL} are read"
+                f"{name} of {repo} on {constants.ENDPOINT} has {size} bytes, at most {MAX_SMALL} are read"
             )
             raise Refused("too_long", message=message, way_out="name another checkpoint")
 
@@ -326,7 +326,7 @@ def _refused(repo: str, revision: str | None, error: Exception) -> Refused:
     return Refused("failed", message=message, way_out="build again; files that have come are kept")
 
 
-def _bar(report: Report, repo: str, name: str, most: int, done: int = 0, total: int = 0) -> Any:
+def _bar(report: Report, repo: str, name: str, file_bytes: int, done: int = 0, total: int = 0) -> Any:
     """A class that huggingface_hub takes for tqdm's: it reports bytes of one file, behind `done` others, and
     ends a download that does not end by itself: huggingface_hub would fill the disk."""
 
@@ -336,8 +336,10 @@ def _bar(report: Report, repo: str, name: str, most: int, done: int = 0, total: 
 
         def update(self, n: float | None = 1) -> None:
             self.num_bytes += int(n or 0)
-            if self.num_bytes > most + SLACK:
-                message = f"{constants.ENDPOINT} sends more than the {most} bytes that {name} of {repo} has"
+            if self.num_bytes > file_bytes + SLACK:
+                message = (
+                    f"{constants.ENDPOINT} sends more than the {file_bytes} bytes that {name} of {repo} has"
+                )
                 raise Refused("malformed", message=message, way_out="set HF_ENDPOINT to another Hub")
             if total:
                 report(FETCHING, done + self.num_bytes, total)

@@ -192,10 +192,10 @@ class _Writer:
         """Remember the node's values; the graph's results get their own names."""
         values = node.meta["val"] if isinstance(node.meta["val"], (tuple, list)) else [node.meta["val"]]
         if node in self.results:
-            own = self.results[node]
+            result = self.results[node]
             outputs = self.nodes[-1].output
-            outputs[list(outputs).index(made[0])] = own
-            made = [own]
+            outputs[list(outputs).index(made[0])] = result
+            made = [result]
         else:
             self.known += [self._info(name, value) for name, value in zip(made, values, strict=True)]
         self.names[node] = made if isinstance(node.meta["val"], (tuple, list)) else made[0]

@@ -150,13 +150,13 @@ def limits_of(
 def _refuse_short_steps(limits: Limits) -> None:
     """All rows may decode in one step, with all their drafts."""
     rows, drafts, each = limits.max_rows, limits.num_drafts, limits.num_drafts + 1
-    most = MOST_STEP_TOKENS
-    if rows * each > most:
+    limit = MOST_STEP_TOKENS
+    if rows * each > limit:
         message = (
             f"--max-rows {rows} with {drafts} drafts each are {rows * each} tokens in one step, at most"
-            f" {most} can be"
+            f" {limit} can be"
         )
-        way_out = f"use --max-rows {most // each} at most, or fewer --num-drafts"
+        way_out = f"use --max-rows {limit // each} at most, or fewer --num-drafts"
         raise Refused("out_of_range", "max_rows", message=message, way_out=way_out)
     if limits.max_step_tokens < rows * each:
         message = (

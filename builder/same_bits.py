@@ -25,7 +25,7 @@ def write_same_bits(
     digest = hashlib.sha256(repr((hemiola.__version__, torch.__version__, sources())).encode())
     digest.update(options.model_dump_json(exclude={"tp", "revision"}).encode())
     files = sorted({path for name in READ for path in checkpoint.glob(name)})
-    for path, found in zip(files, hash_files(files, HASHING_CHECKPOINT, report), strict=True):
-        digest.update(path.name.encode() + bytes.fromhex(found))
+    for path, sha256 in zip(files, hash_files(files, HASHING_CHECKPOINT, report), strict=True):
+        digest.update(path.name.encode() + bytes.fromhex(sha256))
     made = SameBits(bits=digest.hexdigest(), num_kv_parts=min(options.tp, num_kv_heads))
     (engine_dir / FILE).write_text(made.model_dump_json() + "\n")

@@ -67,8 +67,8 @@ class Shard:
         except (OSError, EOFError) as error:
             message = f"{self._path}: cannot read {name} ({one_line(error)})"
             raise Refused("damaged", name, message=message, way_out="download it again") from None
-        found = content.view(-1).view(dtype)
-        return found.view(*sizes[:dim], last - begin, *sizes[dim + 1 :]) if shape else found.view(())
+        numbers = content.view(-1).view(dtype)
+        return numbers.view(*sizes[:dim], last - begin, *sizes[dim + 1 :]) if shape else numbers.view(())
 
 
 def _fill(file: int, target: torch.Tensor, place: int) -> None:

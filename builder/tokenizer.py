@@ -15,8 +15,8 @@ from hemiola.runtime.tokenizer import FILES, check_growth, panics_as_errors
 def check_tokenizer(folder: Path, vocab_size: int) -> bool:
     """Whether there is one. It must be readable, and every id that it makes one that the model knows."""
     for name in TOKENIZER_FILES:
-        if found := file_in(folder, name):
-            check_size(found, "download it again", FILES[name])
+        if file := file_in(folder, name):
+            check_size(file, "download it again", FILES[name])
     path = file_in(folder, TOKENIZER_FILES[0])
     if path is None:
         print(
@@ -43,8 +43,8 @@ def copy_tokenizer(source: Path, folder: Path) -> None:
     """tokenizer.json, its config and the chat template, which older checkpoints keep inside the config."""
     folder.mkdir()
     for name in TOKENIZER_FILES:
-        if found := file_in(source, name):
-            shutil.copyfile(found, folder / name)
+        if file := file_in(source, name):
+            shutil.copyfile(file, folder / name)
     config = file_in(source, "tokenizer_config.json")
     template = read_json(config).get("chat_template") if config else None
     if isinstance(template, list):  # several named ones
@@ -57,6 +57,6 @@ def copy_tokenizer(source: Path, folder: Path) -> None:
         except UnicodeEncodeError as error:
             message = f"{config}: chat_template is not Unicode ({one_line(error)})"
             raise Refused("malformed", message=message, way_out="correct it") from None
-        if (size := made.stat().st_size) > (most := FILES[made.name]):
-            message = f"{config}: chat_template has {size} bytes, at most {most} are read"
+        if (size := made.stat().st_size) > (limit := FILES[made.name]):
+            message = f"{config}: chat_template has {size} bytes, at most {limit} are read"
             raise Refused("too_long", message=message, way_out="use another checkpoint")

@@ -14,5 +14,7 @@ def _declared(folder: str) -> Op:
 
 _folders = sorted(path.parent.name for path in Path(__file__).parent.glob("*/spec.py"))
 _declarations = [_declared(name) for name in _folders]
-OPS: dict[str, Op] = {op.name: op.register() for own in _declarations for op in own.every_ending()}
+OPS: dict[str, Op] = {
+    op.name: op.register() for declaration in _declarations for op in declaration.every_ending()
+}
 references = SimpleNamespace(**{op.name: op.reference for op in _declarations})  # the truth, same arguments

@@ -250,9 +250,9 @@ class SamplingParams(Strict):
     @classmethod
     def _not_long(cls, value: tuple[str, ...] | str, info: ValidationInfo) -> tuple[str, ...] | str:
         name = info.field_name or ""
-        size, most = Amount(sum(map(len, value)), "characters in all"), MAX_CHARACTERS[name]
-        if size.number > most:
-            raise Refused("too_long", name, size, f"at most {most} are served", "shorten it")
+        size, limit = Amount(sum(map(len, value)), "characters in all"), MAX_CHARACTERS[name]
+        if size.number > limit:
+            raise Refused("too_long", name, size, f"at most {limit} are served", "shorten it")
         return value
 
     @field_validator("bad_words_ids")
@@ -293,9 +293,12 @@ class SamplingParams(Strict):
     @field_validator("min_tokens")
     @classmethod
     def _within_max_tokens(cls, value: int, info: ValidationInfo) -> int:
-        most = info.data.get("max_tokens", value)  # absent: refused itself
-        if value > most:
-            limit, way_out = (Name("max_tokens"), f" is {most}"), ("raise it or lower ", Name("min_tokens"))
+        max_tokens = info.data.get("max_tokens", value)  # absent: refused itself
+        if value > max_tokens:
+            limit, way_out = (
+                (Name("max_tokens"), f" is {max_tokens}"),
+                ("raise it or lower ", Name("min_tokens")),
+            )
             raise Refused("conflict", "min_tokens", value, limit, way_out)
         return value
 

@@ -28,8 +28,8 @@ def arch_here() -> str:
     """What an engine for this machine is built for: its first GPU, or the CPU."""
     import torch
 
-    found = torch.cuda.get_device_capability(0) if torch.cuda.is_available() else None
-    return next((arch for arch, known in ARCHS.items() if known.capability == found), "cpu")
+    capability = torch.cuda.get_device_capability(0) if torch.cuda.is_available() else None
+    return next((arch for arch, known in ARCHS.items() if known.capability == capability), "cpu")
 
 
 def visible_from(first: int) -> str:

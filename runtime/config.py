@@ -122,16 +122,16 @@ def _drafts(config: ServeConfig, engine: Outline) -> tuple[Drafts, int]:
     return drafts, _bounded("num_drafts", config.num_drafts, 1, built)
 
 
-def _bounded(name: str, value: int | Auto, least: int, most: int) -> int:
+def _bounded(name: str, value: int | Auto, least: int, limit: int) -> int:
     if value == "auto":
-        return most
+        return limit
     if value < least:
         raise Refused("out_of_range", name, value, way_out=f"give at least {least}")
-    if value > most:
+    if value > limit:
         rebuilt = (
             rebuilt_for(value) if name == "max_len" else f"rebuild with --{name.replace('_', '-')} {value}"
         )
-        raise Refused("out_of_range", name, value, f"the engine was built for {most}", rebuilt)
+        raise Refused("out_of_range", name, value, f"the engine was built for {limit}", rebuilt)
     return value
 
 
@@ -228,12 +228,12 @@ def _cache_sizes(
     return max_rows + 1 + num_snapshots, num_pages
 
 
-def _num_snapshots(config: ServeConfig, useful: bool, most: int, left: int, slot_bytes: int) -> int:
-    """As many as were asked for; else up to `most`, in a quarter of the bytes that are left."""
+def _num_snapshots(config: ServeConfig, useful: bool, max_snapshots: int, left: int, slot_bytes: int) -> int:
+    """As many as were asked for; else up to `max_snapshots`, in a quarter of the bytes that are left."""
     if not useful:
         return 0
     if config.num_snapshots == "auto":
-        return max(0, min(most, left // 4 // slot_bytes))
+        return max(0, min(max_snapshots, left // 4 // slot_bytes))
     if config.num_snapshots < 1:
         limit, way_out = (
             "and without one nothing is ever found",

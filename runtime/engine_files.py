@@ -34,9 +34,9 @@ def check_regular(path: Path) -> None:
 def _check_file(path: Path, expected: str) -> None:
     check_regular(path)
     with path.open("rb") as file:
-        found = hashlib.file_digest(file, "sha256").hexdigest()
-    if found != expected:
-        message = f"{path} was changed after the build (sha256 {found[:12]}, expected {expected[:12]})"
+        sha256 = hashlib.file_digest(file, "sha256").hexdigest()
+    if sha256 != expected:
+        message = f"{path} was changed after the build (sha256 {sha256[:12]}, expected {expected[:12]})"
         raise Refused("damaged", message=message, way_out="run build-engine again")
 
 
@@ -49,8 +49,8 @@ def _check_strays(engine_dir: Path, sha256: Mapping[str, str], manifest: str) ->
             raise Refused("damaged", message=message, way_out="remove it, or run build-engine again")
 
 
-def strays(engine_dir: Path, own: Iterable[str]) -> list[str]:
+def strays(engine_dir: Path, known: Iterable[str]) -> list[str]:
     """What is in an engine's directory and not its own: files, links, pipes."""
     paths = (path for path in engine_dir.rglob("*") if path.is_symlink() or not path.is_dir())
     files = {str(path.relative_to(engine_dir)) for path in paths}
-    return sorted(files - set(own))
+    return sorted(files - set(known))

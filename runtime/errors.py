@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Literal, NamedTuple, TypeAlias, get_args
 
-MOST_SAID = 500  # characters of somebody else's in a line of ours
+MAX_SAID = 500  # characters of somebody else's in a line of ours
 
 Code = Literal[
     "unknown",  # no such name: an option, a key, a tool
@@ -48,7 +48,7 @@ CODES: tuple[Code, ...] = get_args(Code)
 def one_line(error: object) -> str:
     """What somebody else said, for a line of ours. Libraries repeat what they refuse, however long it is."""
     text = _printable(" ".join(str(error).split()))
-    return text if len(text) <= MOST_SAID else f"{text[:MOST_SAID]}..."
+    return text if len(text) <= MAX_SAID else f"{text[:MAX_SAID]}..."
 
 
 def _printable(text: str) -> str:
@@ -115,9 +115,9 @@ Door: TypeAlias = Callable[[Name], str]  # how a door writes a name
 
 def any_of(*fields: str) -> tuple[str | Name, ...]:
     """`a, b or c`."""
-    *most, last = fields
-    before = [part for field in most for part in (Name(field), ", ")][:-1]
-    return (*before, *([" or "] if most else []), Name(last))
+    *others, last = fields
+    before = [part for field in others for part in (Name(field), ", ")][:-1]
+    return (*before, *([" or "] if others else []), Name(last))
 
 
 def in_python(name: Name) -> str:

@@ -55,11 +55,11 @@ class LLM:
             raise Refused("wrong_type", "engine_dir", type(engine_dir), way_out="pass a path")
         engine_dir = Path(engine_dir)
         self.manifest = manifests.load(engine_dir)
-        own = self.manifest
-        device = find_device(engine_dir, own.arch, own.tp)
-        files = [engine_dir / file for file in own.weights_files(0)]
-        free = free_bytes(device, files, own.drawn_bytes, own.work_bytes)
-        followers = start_followers(engine_dir, own, report)
+        manifest = self.manifest
+        device = find_device(engine_dir, manifest.arch, manifest.tp)
+        files = [engine_dir / file for file in manifest.weights_files(0)]
+        free = free_bytes(device, files, manifest.drawn_bytes, manifest.work_bytes)
+        followers = start_followers(engine_dir, manifest, report)
         try:
             self._open_with(engine_dir, serve_config, report, device, free, followers)
         except BaseException:
@@ -230,9 +230,9 @@ class LLM:
         """Pieces as they come; who stops reading aborts the request. Refuses before the first piece."""
         pieces: SimpleQueue[Piece] = SimpleQueue()
         request_id = self.submit(prompt, SamplingParams() if params is None else params, pieces.put)
-        found = self._read(pieces, request_id)
-        next(found)  # only a generator that has begun ends the request when it goes
-        return found
+        stream = self._read(pieces, request_id)
+        next(stream)  # only a generator that has begun ends the request when it goes
+        return stream
 
     def _read(self, pieces: SimpleQueue[Piece], request_id: int) -> Iterator[Piece]:
         """What comes behind a first piece of nothing."""
@@ -283,9 +283,9 @@ class LLM:
         self, prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None
     ) -> list[Request]:
         requests = []
-        for index, (prompt, own) in enumerate(pairs(prompts, params)):
+        for index, (prompt, request_params) in enumerate(pairs(prompts, params)):
             try:
-                requests.append(self._request(prompt, own))
+                requests.append(self._request(prompt, request_params))
             except Refused as error:
                 raise error.at(f"prompts[{index}]") from None
         return requests

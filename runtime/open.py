@@ -233,10 +233,10 @@ def open_text(engine_dir: Path, manifest: manifests.Manifest) -> Text | None:
     if not manifest.has_tokenizer:
         return None
     text = Text(engine_dir / "tokenizer")
-    most = max(text.tokenizer.get_vocab(with_added_tokens=True).values(), default=0)
-    if most >= manifest.vocab_size:
+    max_id = max(text.tokenizer.get_vocab(with_added_tokens=True).values(), default=0)
+    if max_id >= manifest.vocab_size:
         path = engine_dir / "tokenizer/tokenizer.json"
-        message = f"{path} has ids up to {most}, but vocab_size is {manifest.vocab_size}"
+        message = f"{path} has ids up to {max_id}, but vocab_size is {manifest.vocab_size}"
         raise Refused("damaged", message=message, way_out="run build-engine again")
     return text
 

@@ -172,8 +172,8 @@ def read(path: Path) -> ManifestFile:
     if not isinstance(content, dict):
         raise Refused("damaged", message=f"{path} is no JSON object", way_out="run build-engine again")
     if content.get("format") != FORMAT:
-        found = f"format {shown(content['format'])}" if "format" in content else "no format"
-        message = f"{path} has {found}, hemiola {hemiola.__version__} reads {FORMAT}"
+        version = f"format {shown(content['format'])}" if "format" in content else "no format"
+        message = f"{path} has {version}, hemiola {hemiola.__version__} reads {FORMAT}"
         raise Refused("unsupported", message=message, way_out="run build-engine again")
     return ManifestFile(path, text, content)
 

@@ -23,9 +23,7 @@ HASHING_CHECKPOINT = "hashing the checkpoint"
 # Stages that are counted in bytes; others count kernels, graphs, tensors.
 IN_BYTES = (FETCHING, WRITING, HASHING, HASHING_CHECKPOINT)
 LONG_S = 5.0  # a stage that takes less gets no line in a log
-MOST_S = (
-    30.0  # between lines of a stage that goes on; the first comes after LONG_S, the next after twice that
-)
+MAX_S = 30.0  # between lines of a stage that goes on; the first comes after LONG_S, the next after twice that
 
 
 class Display(Protocol):
@@ -124,7 +122,7 @@ class Lines:
         now = self._now()
         if now - running.since >= running.next_s:
             self._say(running.line(subject, now, " so far"))
-            running.next_s = now - running.since + min(running.next_s, MOST_S)
+            running.next_s = now - running.since + min(running.next_s, MAX_S)
 
     def _end(self, subject: str) -> None:
         stage, now = self._stages.pop(subject, None), self._now()

@@ -26,10 +26,10 @@ def load_same_bits(engine_dir: Path, sha256: Mapping[str, str], tp: int) -> Same
         return None
     path, way_out = engine_dir / FILE, "run build-engine again"
     try:
-        found = SameBits.model_validate_json(read_text(path, way_out, 2**12), strict=True)
+        same_bits = SameBits.model_validate_json(read_text(path, way_out, 2**12), strict=True)
     except ValidationError:
-        found = None
-    if found is None or tp % found.num_kv_parts:
+        same_bits = None
+    if same_bits is None or tp % same_bits.num_kv_parts:
         message = f"{path} is not what a build writes for {tp} ranks"
         raise Refused("damaged", message=message, way_out=way_out)
-    return found
+    return same_bits

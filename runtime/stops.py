@@ -10,7 +10,7 @@ class StopStrings:
     def __init__(self, stops: Sequence[str]) -> None:
         self._next: list[dict[str, int]] = [{}]
         self._fail = [0]
-        self._found = [0]  # length of the longest stop string that ends in a state
+        self._stop_lens = [0]  # length of the longest stop string that ends in a state
         self._depth = [0]
         for stop in stops:
             self._add(stop)
@@ -24,10 +24,10 @@ class StopStrings:
                 self._next[state][char] = len(self._next)
                 self._next.append({})
                 self._fail.append(0)
-                self._found.append(0)
+                self._stop_lens.append(0)
                 self._depth.append(self._depth[state] + 1)
             state = self._next[state][char]
-        self._found[state] = len(stop)
+        self._stop_lens[state] = len(stop)
 
     def _link(self) -> None:
         states = deque([0])
@@ -35,7 +35,7 @@ class StopStrings:
             state = states.popleft()
             for char, child in self._next[state].items():
                 self._fail[child] = self._step(self._fail[state], char) if state else 0
-                self._found[child] = self._found[child] or self._found[self._fail[child]]
+                self._stop_lens[child] = self._stop_lens[child] or self._stop_lens[self._fail[child]]
                 states.append(child)
 
     def _step(self, state: int, char: str) -> int:
@@ -48,7 +48,7 @@ class StopStrings:
         first: int | None = None
         for at, char in enumerate(text, 1):
             self._state = self._step(self._state, char)
-            if length := self._found[self._state]:
+            if length := self._stop_lens[self._state]:
                 first = at - length if first is None else min(first, at - length)
         return first
 

@@ -31,7 +31,7 @@ ITEM = 16  # of a list or the like, and each value within
 LEAST_WORK = 2**25  # half a million turns: about a second
 WORK_PER_CHARACTER = 64  # of the messages
 LARGEST = 2**1024  # numbers
-MOST_FORMAT = 256  # characters of a format of dates
+MAX_FORMAT = 256  # characters of a format of dates
 # Their work cannot be told from their arguments, and no chat needs them.
 NO_FILTERS = ("filesizeformat", "pprint", "striptags", "urlize", "wordwrap", "xmlattr")
 NO_ATTRIBUTES = {
@@ -64,10 +64,10 @@ class _Size(NamedTuple):
     characters: int
 
 
-def _size(value: Any, most: float) -> _Size:
-    """Of a value when it is written out; not much further than `most`."""
+def _size(value: Any, limit: float) -> _Size:
+    """Of a value when it is written out; not much further than `limit`."""
     items, characters, left = 0, 0, [value]
-    while left and items + characters <= most:
+    while left and items + characters <= limit:
         value = left.pop()
         items += ITEM
         if isinstance(value, str):
@@ -154,8 +154,8 @@ class _Environment(ImmutableSandboxedEnvironment):
             )
 
     def _time(self, form: str) -> str:
-        if len(form) > MOST_FORMAT or re.search(r"%[^a-zA-Z%]", form):
-            raise SecurityError(f"strftime_now takes at most {MOST_FORMAT} characters, and no widths")
+        if len(form) > MAX_FORMAT or re.search(r"%[^a-zA-Z%]", form):
+            raise SecurityError(f"strftime_now takes at most {MAX_FORMAT} characters, and no widths")
         return datetime.now().strftime(form)
 
     def made(self, value: Any) -> Any:

@@ -21,7 +21,7 @@ MOST_DOUBTFUL = 16  # parts of messages that a template may not read: each costs
 LABELS = {"role", "content", "name", "tool_call_id", "reasoning_content"}  # good templates drop some of them
 AGAIN = "run build-engine again"
 EXAMPLE = "[{'role': 'user', 'content': TEXT}]"
-MOST_SPECIAL = 2**16  # characters of special tokens, which a template may repeat
+MAX_SPECIAL = 2**16  # characters of special tokens, which a template may repeat
 LONG_TEXT = 4096  # characters; shorter ones are encoded before another thread could wake
 LOOK_BACK = 6  # tokens before the text, so that a decoder sees where a word begins
 LONG_WINDOW = 32  # tokens; half of them hold more than the 3 bytes and 3 characters that may yet change
@@ -47,8 +47,8 @@ class Text:
         if not isinstance(content, dict):
             raise Refused("damaged", message=f"{config} is no JSON object", way_out=AGAIN)
         self.special = {name: text for name, text in map(_special, content.items()) if text is not None}
-        if (size := sum(map(len, [*self.special, *self.special.values()]))) > MOST_SPECIAL:
-            message = f"{config} names special tokens of {size} characters, at most {MOST_SPECIAL} are read"
+        if (size := sum(map(len, [*self.special, *self.special.values()]))) > MAX_SPECIAL:
+            message = f"{config} names special tokens of {size} characters, at most {MAX_SPECIAL} are read"
             raise Refused("damaged", message=message, way_out=AGAIN)
         template = folder / "chat_template.jinja"
         try:
@@ -62,7 +62,7 @@ class Text:
         return {name: value for name, value in self.__dict__.items() if name != "token_text"}
 
     @cached_property
-    def _most_characters(self) -> int | None:
+    def _max_characters(self) -> int | None:
         return most_characters(json.loads(self.tokenizer.to_str()))
 
     def encode(self, text: str, max_len: int | None = None, special: bool = True) -> list[int]:
@@ -72,10 +72,11 @@ class Text:
         What cannot fit into max_len tokens is refused unread: to read 60 MB takes minutes and gigabytes.
         """
         if max_len is not None and len(text) > max(max_len, LONG_TEXT):
-            most = self._most_characters
-            if most is not None and len(text) > (max_len + 1) * most:  # one: a second BOS
+            max_characters = self._max_characters
+            if max_characters is not None and len(text) > (max_len + 1) * max_characters:  # one: a second BOS
                 message = (
-                    f"prompt is {len(text)} characters, and max_len={max_len} tokens have at most {most} each"
+                    f"prompt is {len(text)} characters, and max_len={max_len} tokens have at most"
+                    f" {max_characters} each"
                 )
                 raise Refused("too_long", "prompt", len(text), message=message, way_out="shorten it")
         try:

@@ -22,9 +22,9 @@ GROWTH = {
     "BPEDecoder": 2, "BertNormalizer": 2, "ByteLevel": 2, "CTC": 2, "Lowercase": 2, "NFC": 2, "NFD": 2,
     "NFKC": 4, "NFKD": 4, "Precompiled": 4,
 }  # fmt: skip
-MOST_GROWTH = 64  # by all steps of a kind
-MOST_AROUND = 2**12  # ids and their characters that one step puts around each text
-MOST_TOKEN = 2**12  # characters of one token, which an answer may repeat; the longest known have some 500
+MAX_GROWTH = 64  # by all steps of a kind
+MAX_AROUND = 2**12  # ids and their characters that one step puts around each text
+MAX_TOKEN = 2**12  # characters of one token, which an answer may repeat; the longest known have some 500
 STEPS = ("normalizers", "pretokenizers", "processors", "decoders")  # of a sequence
 
 
@@ -46,18 +46,18 @@ def check_growth(tokenizer: Tokenizer) -> None:
     for kind, part in ((kind, getattr(tokenizer, kind)) for kind in kinds):
         steps = [] if part is None else list(_steps(json.loads(part.__getstate__())))
         growth = math.prod(map(_growth, steps))
-        if growth > MOST_GROWTH:
+        if growth > MAX_GROWTH:
             raise ValueError(
-                f"its {kind} may turn one character into {growth:.3g}, at most {MOST_GROWTH} are allowed"
+                f"its {kind} may turn one character into {growth:.3g}, at most {MAX_GROWTH} are allowed"
             )
-        if (around := max(map(_around, steps), default=0)) > MOST_AROUND:
+        if (around := max(map(_around, steps), default=0)) > MAX_AROUND:
             raise ValueError(
-                f"its {kind} puts {around} ids and characters around each text, at most {MOST_AROUND} are"
+                f"its {kind} puts {around} ids and characters around each text, at most {MAX_AROUND} are"
                 " allowed"
             )
     longest = max(map(len, tokenizer.get_vocab(with_added_tokens=True)), default=0)
-    if longest > MOST_TOKEN:
-        raise ValueError(f"it has a token of {longest} characters, at most {MOST_TOKEN} are allowed")
+    if longest > MAX_TOKEN:
+        raise ValueError(f"it has a token of {longest} characters, at most {MAX_TOKEN} are allowed")
 
 
 def _steps(entry: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
@@ -83,8 +83,8 @@ def _growth(step: Mapping[str, Any]) -> float:
 def _around(step: Mapping[str, Any]) -> int:
     if step["type"] != "TemplateProcessing":
         return 0
-    sizes = {  # the library does not ask for as many tokens as ids
-        name: len(own["ids"]) + sum(map(len, own["tokens"])) for name, own in step["special_tokens"].items()
+        name: len(special["ids"]) + sum(map(len, special["tokens"]))
+        for name, special in step["special_tokens"].items()
     }
     return sum(sizes[piece["SpecialToken"]["id"]] for piece in step["single"] if "SpecialToken" in piece)
 

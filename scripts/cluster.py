@@ -115,20 +115,20 @@ def main(
 def starts(cluster: Cluster, turn: conversations.Turn) -> dict[int, int]:
     """Behind how many tokens of a turn each worker that lives would start now."""
     asked = turn.prompt, turn.params.cache_salt
-    found = [member.would_start(*asked) for member in cluster.members if member.lives]
-    return dict(one for one in found if one is not None)
+    lengths = [member.would_start(*asked) for member in cluster.members if member.lives]
+    return dict(one for one in lengths if one is not None)
 
 
 def not_idle(members: list[Member]) -> list[str]:
     """Each worker's pages are free again, or kept for later prompts."""
-    name, found = "dynamo_component_gpu_cache_usage_percent", []
+    name, busy = "dynamo_component_gpu_cache_usage_percent", []
     for member in members:
         end = time.monotonic() + 30
         while member.gauge(name) != 0.0 and time.monotonic() < end:
             time.sleep(0.2)
         if member.gauge(name) != 0.0:
-            found.append(f"{member.name} is idle, and {name} is {member.gauge(name)}")
-    return found
+            busy.append(f"{member.name} is idle, and {name} is {member.gauge(name)}")
+    return busy
 
 
 def left(cluster: Cluster) -> list[Path]:
@@ -158,8 +158,8 @@ def report(load: conversations.Load, churn: Churn, seconds: float) -> None:
 
 def metadata_version() -> str:
     folder = next(ENVIRONMENT.glob("lib/python*/site-packages"))
-    found = metadata.distributions(name="ai-dynamo-runtime", path=[str(folder)])
-    return next(iter(found)).version
+    distributions = metadata.distributions(name="ai-dynamo-runtime", path=[str(folder)])
+    return next(iter(distributions)).version
 
 
 if __name__ == "__main__":

@@ -148,10 +148,10 @@ class Peers:
 def exchanged(rank: int, pipes: list[Any], mine: bytes) -> list[bytes]:
     """What all ranks give. pipes: of rank 0 one to each other, of others one to rank 0."""
     if rank == 0:
-        found = [mine, *(pipe.recv() for pipe in pipes)]
+        given = [mine, *(pipe.recv() for pipe in pipes)]
         for pipe in pipes:
-            pipe.send(found)
-        return found
+            pipe.send(given)
+        return given
     pipes[0].send(mine)
     return pipes[0].recv()
 
@@ -239,9 +239,9 @@ def _sums(num: int, peers: Peers) -> None:
         ]
         wanted = tree([part.float() for part in parts]).to(dtype)
         for twice, whole in itertools.product((None, False, True), (None, False, True)):
-            found = our_sum(parts[peers.rank], peers.group, twice=twice, whole=whole)
-            if not torch.equal(found.view(torch.int8), wanted.view(torch.int8)):
-                wrong.append((tokens, width, dtype, twice, whole, int((found != wanted).sum())))
+            result = our_sum(parts[peers.rank], peers.group, twice=twice, whole=whole)
+            if not torch.equal(result.view(torch.int8), wanted.view(torch.int8)):
+                wrong.append((tokens, width, dtype, twice, whole, int((result != wanted).sum())))
             more = our_sum(parts[peers.rank], peers.group, parts[0], twice, whole)
             if not torch.equal(more, (tree([part.float() for part in parts]) + parts[0].float()).to(dtype)):
                 wrong.append((tokens, width, dtype, twice, whole, "with a residual"))
@@ -252,9 +252,9 @@ def _sums(num: int, peers: Peers) -> None:
             for _ in range(peers.size)
         ]
         best = [ops.best(part) for part in logits]
-        found = ops.agree(*best[peers.rank], peers.group, 96)
+        result = ops.agree(*best[peers.rank], peers.group, 96)
         wanted = ops.best(torch.cat(logits, 1))
-        if not all(map(torch.equal, found, wanted)):
+        if not all(map(torch.equal, result, wanted)):
             wrong.append(("agree", lines))
         if not torch.equal(ops.gather(logits[peers.rank], peers.group), torch.cat(logits, 1)):
             wrong.append(("gather", lines))
@@ -291,9 +291,9 @@ def _loop(peers: Peers, our_sum: Callable[..., torch.Tensor], wanted: int) -> tu
         base = bases[n % len(sizes)]
         count.add_(1)
         mine = (base + count.remainder(17) + peers.rank).bfloat16()
-        found = our_sum(mine, peers.group)
+        result = our_sum(mine, peers.group)
         right = peers.size * (base + count.remainder(17)) + peers.size * (peers.size - 1) / 2
-        bad.add_((found != right.bfloat16()).sum())
+        bad.add_((result != right.bfloat16()).sum())
 
     for n in range(len(sizes)):
         one(n)
@@ -407,9 +407,9 @@ def _steady(peers: Peers) -> None:
                 torch.add(a, 1, out=b)
                 run()
 
-            found = sorted(_replays(peers, both, 300, peers_meet=False, late_ms=5))
+            times = sorted(_replays(peers, both, 300, peers_meet=False, late_ms=5))
             if peers.rank == 0:
-                shown = [found[int(part * (len(found) - 1))] for part in (0, 0.1, 0.5, 0.9, 0.99, 1)]
+                shown = [times[int(part * (len(times) - 1))] for part in (0, 0.1, 0.5, 0.9, 0.99, 1)]
                 row(rows, name, *(f"{number:.1f}" for number in shown))
     peers.meet()
     os._exit(0)  # NCCL takes seconds to end
@@ -495,7 +495,7 @@ def asked_for(text: list[int], seed: int, num: int) -> list[Call]:
     """Prompts and parameters of all kinds."""
     from hemiola.runtime.api import SamplingParams
 
-    dice, found = random.Random(seed), []
+    dice, calls = random.Random(seed), []
     for n in range(num):
         length = dice.choice([3, 17, 63, 64, 65, 100, 130, 200])
         kind = n % 5
@@ -513,8 +513,8 @@ def asked_for(text: list[int], seed: int, num: int) -> list[Call]:
         if kind == 4:
             params["prompt_logprobs"] = 2
         begin = dice.choice([0, 0, 0, n])
-        found.append((text[begin : begin + length], SamplingParams(**params)))
-    return found
+        calls.append((text[begin : begin + length], SamplingParams(**params)))
+    return calls
 
 
 def said(output: Any) -> tuple[Any, ...]:
@@ -542,10 +542,10 @@ def plain(engine_dir: Path, calls_of: Callable[[list[int]], list[Call]]) -> tupl
         opening = time.monotonic() - start
         ids, params = start_of(llm), SamplingParams(max_tokens=300, temperature=0.0, ignore_eos=True)
         calls = calls_of(ids + llm.generate([ids], params)[0].token_ids)
-        found = [said(llm.generate([prompt], params)[0]) for prompt, params in calls]
+        outputs = [said(llm.generate([prompt], params)[0]) for prompt, params in calls]
     seconds = time.monotonic() - start - opening
     print(f"* {engine_dir.name}: open in {opening:.1f} s, plain run in {seconds:.1f} s", flush=True)
-    return calls, found
+    return calls, outputs
 
 
 def start_of(llm: Any) -> list[int]:
@@ -574,8 +574,8 @@ def engines(asked: argparse.Namespace) -> None:
         for name in (name for name in CASES if name in chosen):
             start = time.monotonic()
             try:
-                found = answers(engine_dir, calls, **CASES[name])
-                others = [n for n, pair in enumerate(zip(found, wanted, strict=True)) if pair[0] != pair[1]]
+                outputs = answers(engine_dir, calls, **CASES[name])
+                others = [n for n, pair in enumerate(zip(outputs, wanted, strict=True)) if pair[0] != pair[1]]
                 result = f"OTHER in {others}" if others else "equal"
             except Exception as error:
                 result = f"{type(error).__name__}: {error}"
@@ -620,23 +620,25 @@ def buckets(asked: argparse.Namespace) -> None:
         engine_dir = built(asked, family, tp=asked.tp)
         calls, wanted = plain(engine_dir, calls_of)
         with opened(engine_dir, drafts="mtp", num_drafts=3, adaptive_drafts=False) as llm:
-            found, used, idle = [], set(), random.Random(3)
+            outputs, used, idle = [], set(), random.Random(3)
             whole, left = llm._loop.steps.steps.whole, iter(calls)
             run, longest = whole.run, [0]
             whole.run = lambda size, run=run, used=used: used.add(size) or run(size)
 
-            def choose(requests: list[Any], most: list[int], idle: Any = idle, longest: Any = longest) -> Any:
+            def choose(
+                requests: list[Any], max_drafts: list[int], idle: Any = idle, longest: Any = longest
+            ) -> Any:
                 if idle.random() < 0.4:
                     longest[0] = idle.choice([0, 3])
-                return [min(num, longest[0]) for num in most]
+                return [min(num, longest[0]) for num in max_drafts]
 
             llm._loop.scheduler.pace.choose = choose
             for num, _ in together:
                 prompts, params = map(list, zip(*itertools.islice(left, num), strict=True))
-                found += [said(output) for output in llm.generate(prompts, params)]
+                outputs += [said(output) for output in llm.generate(prompts, params)]
             missing = {b[:2] for b in whole.buckets} - {b[:2] for b in used}
             missing |= kinds_of(whole.buckets) - kinds_of(used)
-            others = [n for n, pair in enumerate(zip(found, wanted, strict=True)) if pair[0] != pair[1]]
+            others = [n for n, pair in enumerate(zip(outputs, wanted, strict=True)) if pair[0] != pair[1]]
             bad += bool(missing or others)
             graphs = (
                 f"{len(used)} of {len(whole.buckets)} graphs, {f'not {missing}' if missing else 'all kinds'}"
@@ -708,11 +710,11 @@ def _storm(llm: Any, dice: random.Random, calls: list[Any], wanted: list[Any]) -
         if not done.wait(60):
             return [f"request {request_id} does not end"]
         output = collector.output
-        found, right = said(output), wanted[n]
+        answer, right = said(output), wanted[n]
         if request_id in cancelled:
-            if found[0] != right[0][: len(found[0])]:
+            if answer[0] != right[0][: len(answer[0])]:
                 wrong.append(f"request {request_id}, cancelled: other tokens")
-        elif found != right:
+        elif answer != right:
             wrong.append(f"request {request_id} (call {n})")
     return wrong
 
@@ -733,7 +735,7 @@ time.sleep(60)
 
 
 def faults(asked: argparse.Namespace) -> None:
-    engine_dir, found = built(asked, FAMILIES[0], tp=asked.tp), []
+    engine_dir, verdicts = built(asked, FAMILIES[0], tp=asked.tp), []
     faults = {
         "killed": lambda: _lost(engine_dir, signal.SIGKILL),
         "stopped": lambda: _lost(engine_dir, signal.SIGSTOP),
@@ -747,12 +749,12 @@ def faults(asked: argparse.Namespace) -> None:
             time.sleep(1)  # until the driver has taken the memory back
             left, used = _followers(os.getpid()), _used(1)
             good = good and not left and used < 2**30
-            found.append(good)
+            verdicts.append(good)
             mib = f"{used / 2**20:.0f} MiB in use on GPU 1"
             row(name, said, f"followers left: {len(left)}", mib, "good" if good else "BAD")
     with opened(engine_dir) as llm:
         row("opened again in the same process", said_of(llm))
-    sys.exit(not all(found))
+    sys.exit(not all(verdicts))
 
 
 def said_of(llm: Any) -> str:
@@ -841,7 +843,7 @@ def _note(piece: Any, num: list[int], ends: list[str], tokens: threading.Event) 
 
 def _followers(parent: int) -> list[int]:
     """Children of this process that are ranks."""
-    found = []
+    pids = []
     for path in Path("/proc").glob("[0-9]*"):
         try:
             words = (path / "stat").read_text().rpartition(")")[2].split()
@@ -849,8 +851,8 @@ def _followers(parent: int) -> list[int]:
         except OSError:
             continue
         if int(words[1]) == parent and b"follower" in line and words[0] != "Z":
-            found.append(int(path.name))
-    return found
+            pids.append(int(path.name))
+    return pids
 
 
 def _used(device: int) -> int:

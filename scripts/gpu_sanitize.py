@@ -183,8 +183,8 @@ def version() -> tuple[int, ...]:
         asked = subprocess.run(["compute-sanitizer", "--version"], capture_output=True, timeout=60)
     except (OSError, subprocess.TimeoutExpired):
         return ()
-    found = re.search(rb"^Version (\d+)\.(\d+)", asked.stdout, re.MULTILINE)
-    return tuple(map(int, found.groups())) if found else ()
+    match = re.search(rb"^Version (\d+)\.(\d+)", asked.stdout, re.MULTILINE)
+    return tuple(map(int, match.groups())) if match else ()
 
 
 def row(one: Found) -> str:
@@ -213,11 +213,11 @@ def main() -> None:
     until = time.monotonic() + asked.seconds
     print("| part | tool | errors | tests | seconds | first |")
     print("|---|---|---|---|---|---|")
-    found = []
+    results = []
     for one in run(itertools.product(parts, TOOLS), asked.processes, until):
-        found.append(one)
+        results.append(one)
         print(row(one), flush=True)
-    unclean = [one for one in found if one.errors != 0]
+    unclean = [one for one in results if one.errors != 0]
     for one in unclean:
         short = (
             one.said
@@ -227,7 +227,7 @@ def main() -> None:
         print(f"\n{one.part} under {one.tool}:\n{short}")
     wrong = [f"{one.part} under {one.tool}" for one in unclean]
     for tool in TOOLS if set(parts) == set(PARTS) else ():
-        launched = frozenset[str]().union(*(one.launched for one in found if one.tool == tool))
+        launched = frozenset[str]().union(*(one.launched for one in results if one.tool == tool))
         wrong += [f"no test of {kernel} under {tool}" for kernel in sorted(all_kernels() - launched)]
     print(f"* {'wrong: ' + ', '.join(wrong) if wrong else 'all clean'}")
     sys.exit(bool(wrong))

@@ -364,9 +364,9 @@ def environment_of() -> dict[str, str]:
     """What stages see."""
     folders = os.pathsep.join(map(str, (ROOT, ROOT / "tests", SITE)))
     threads = {name: "1" for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS")}
-    own = {"PYTHONPATH": folders, "PYTHONUNBUFFERED": "1", "GPU_ENGINES": str(ENGINES)}
-    own["TRITON_CACHE_DIR"] = str(COMPILED)
-    return os.environ | threads | own | {"OUT": str(KEPT / "logs"), "PYTHONDONTWRITEBYTECODE": "1"}
+    variables = {"PYTHONPATH": folders, "PYTHONUNBUFFERED": "1", "GPU_ENGINES": str(ENGINES)}
+    variables["TRITON_CACHE_DIR"] = str(COMPILED)
+    return os.environ | threads | variables | {"OUT": str(KEPT / "logs"), "PYTHONDONTWRITEBYTECODE": "1"}
 
 
 def begin(command: str, log: Path, environment: dict[str, str], cores: str = "") -> subprocess.Popen:
@@ -393,10 +393,10 @@ def run(
     start = time.monotonic()
     if stage.is_timed and beside is not None:
         tell(beside, signal.SIGSTOP)
-    most = seconds - PATIENCE if seconds > 2 * PATIENCE else seconds
-    process = begin(stage.command, log, environment | {"STAGE_SECONDS": str(int(most))}, cores)
+    limit = seconds - PATIENCE if seconds > 2 * PATIENCE else seconds
+    process = begin(stage.command, log, environment | {"STAGE_SECONDS": str(int(limit))}, cores)
     try:
-        code = process.wait(most)
+        code = process.wait(limit)
     except subprocess.TimeoutExpired:
         code = None
         tell(process, signal.SIGINT)
@@ -431,8 +431,8 @@ def gist(log: str) -> str:
 
 
 def load() -> list[Done]:
-    found = KEPT / "done.json"
-    return [Done(*fields) for fields in json.loads(found.read_text())] if found.exists() else []
+    file = KEPT / "done.json"
+    return [Done(*fields) for fields in json.loads(file.read_text())] if file.exists() else []
 
 
 def save(done: list[Done]) -> None:
@@ -442,18 +442,18 @@ def save(done: list[Done]) -> None:
 
 def write(out: Path) -> None:
     """What is known by now: a lease may end at any moment."""
-    found = {done.name: done for done in load()}
+    by_name = {done.name: done for done in load()}
     lines = [f"{where()}", "", "| stage | | seconds | |", "|---|---|---|---|"]
-    for stage in (*STAGES, *(stage for stage in LANES if stage.name in found)):
-        done = found.get(stage.name, Done(stage.name, "not run", 0.0, ""))
+    for stage in (*STAGES, *(stage for stage in LANES if stage.name in by_name)):
+        done = by_name.get(stage.name, Done(stage.name, "not run", 0.0, ""))
         said = done.said.replace("|", "/")
         lines.append(f"| {done.name} | {done.how} | {done.seconds:.0f} | {said} |")
-    for done in found.values():
+    for done in by_name.values():
         lines += [f"* {done.name}: {line}" for line in bad(done.name)[:12]]
     tables = [f"# Benchmarks of one session on a GPU\n\n{where()}\n"]
     for stage in known():
-        if stage.name in found and (table := table_of(stage.name)):
-            tables.append(f"## {stage.name}\n`{stage.command}`: {found[stage.name].how}\n\n{table}\n")
+        if stage.name in by_name and (table := table_of(stage.name)):
+            tables.append(f"## {stage.name}\n`{stage.command}`: {by_name[stage.name].how}\n\n{table}\n")
     if beside := beside_vllm():
         tables.append(f"## Tokens a second, and vLLM's in the same session\n{beside}\n")
         lines += ["", beside]
@@ -479,8 +479,8 @@ def log_of(name: str) -> str:
 
 def bad(name: str) -> list[str]:
     """Tests that failed, and lines in which a benchmark says that something differs."""
-    found = re.findall(r"^(?:FAILED|ERROR) .*|^.*OTHER (?:TOKENS|BITS).*", log_of(name), re.MULTILINE)
-    return [line[:200] for line in dict.fromkeys(found)]
+    lines = re.findall(r"^(?:FAILED|ERROR) .*|^.*OTHER (?:TOKENS|BITS).*", log_of(name), re.MULTILINE)
+    return [line[:200] for line in dict.fromkeys(lines)]
 
 
 def table_of(name: str) -> str:
@@ -494,8 +494,8 @@ def table_of(name: str) -> str:
 
 def beside_vllm() -> str:
     """Lines of models, with what vLLM made of the same rows on this machine."""
-    found = KEPT / "logs/peer.json"
-    theirs = json.loads(found.read_text()) if found.exists() else {}
+    file = KEPT / "logs/peer.json"
+    theirs = json.loads(file.read_text()) if file.exists() else {}
     lines = []
     ours = "\n".join(log_of(name) for name in ("models", "many rows", "more models", "more rows"))
     for model, drafts, rows, cells in re.findall(r"^\| (\S+) \| (\w+) \| (\d+) \|(.*)", ours, re.MULTILINE):

@@ -48,7 +48,7 @@ class Found(NamedTuple):
     wrong: str = ""
 
 
-def work(folder: Path, first: int, step: int, turns: int, until: float, found: "Queue[Found]") -> None:
+def work(folder: Path, first: int, step: int, turns: int, until: float, queue: "Queue[Found]") -> None:
     """Seeds first, first + step, ..., some storms of each."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # it is the parent's
     torch.set_num_threads(1)
@@ -59,11 +59,11 @@ def work(folder: Path, first: int, step: int, turns: int, until: float, found: "
         try:
             for steps in opened(engines, seed, turns):
                 start, began, failed = time.time(), start, 0
-                found.put(Found(seed, steps, start - began))
+                queue.put(Found(seed, steps, start - began))
                 if start > until - LAST:
                     return
         except Exception:
-            found.put(Found(seed, 0, 0.0, traceback.format_exc(limit=-6)))
+            queue.put(Found(seed, 0, 0.0, traceback.format_exc(limit=-6)))
             failed += 1
             if failed == LOST or time.time() > until - LAST:
                 return
@@ -85,14 +85,14 @@ class Tally:
     opening: float = 0.0  # seconds; a process's first is its start, too
     failed: int = 0
 
-    def count(self, found: Found) -> None:
-        if found.wrong:
+    def count(self, report: Found) -> None:
+        if report.wrong:
             self.failed += 1
-        elif found.steps:
-            self.storms, self.steps = self.storms + 1, self.steps + found.steps
-            self.seconds += found.seconds
+        elif report.steps:
+            self.storms, self.steps = self.storms + 1, self.steps + report.steps
+            self.seconds += report.seconds
         else:
-            self.engines, self.opening = self.engines + 1, self.opening + found.seconds
+            self.engines, self.opening = self.engines + 1, self.opening + report.seconds
 
 
 def main() -> None:
@@ -125,8 +125,8 @@ def main() -> None:
 def stormed(folder: Path, asked: argparse.Namespace, done: Tally) -> None:
     """Until the time is up, and the last storms are done."""
     context = multiprocessing.get_context("spawn")
-    found, until = context.Queue(), time.time() + asked.seconds
-    fixed = asked.processes, asked.turns, until, found
+    queue, until = context.Queue(), time.time() + asked.seconds
+    fixed = asked.processes, asked.turns, until, queue
     processes = [
         context.Process(target=work, args=(folder, asked.seed + n, *fixed), daemon=True)
         for n in range(asked.processes)
@@ -134,9 +134,9 @@ def stormed(folder: Path, asked: argparse.Namespace, done: Tally) -> None:
     for process in processes:
         process.start()
     try:
-        while not found.empty() or (any(p.is_alive() for p in processes) and time.time() < until + 60):
+        while not queue.empty() or (any(p.is_alive() for p in processes) and time.time() < until + 60):
             try:
-                one = found.get(timeout=1)
+                one = queue.get(timeout=1)
             except Empty:
                 continue
             done.count(one)

@@ -30,7 +30,7 @@ from soak import RETRY_S, Served
 from hemiola import LLM, Client, SamplingParams
 from hemiola.runtime.api import MAX_CHARACTERS, MAX_ENTRIES, MAX_WORD_IDS
 
-MOST_RATIO = 2.0
+MAX_RATIO = 2.0
 PROMPT = "def read_lines(path):\n"
 ORDINARY = SamplingParams(max_tokens=300, ignore_eos=True, num_drafts=0)
 NUM_STREAMS = 2
@@ -149,10 +149,10 @@ def dearest(vocab_size: int) -> dict[str, Dear]:
 class Callers:
     """Post one body again and again until they are ended."""
 
-    def __init__(self, server: Served, own: Dear, body: Body) -> None:
+    def __init__(self, server: Served, case: Dear, body: Body) -> None:
         generate = f"{server.http_url}/v2/models/hemiola/generate"
-        self._url = f"{server.openai_url}/{own.route}" if own.route else generate
-        self._own = own
+        self._url = f"{server.openai_url}/{case.route}" if case.route else generate
+        self._case = case
         self._body = json.dumps(body).encode()  # once: the streams are read in this process, too
         self._over = threading.Event()
         self.failure = ""
@@ -162,10 +162,10 @@ class Callers:
             thread.start()
 
     def _run(self) -> None:
-        allowed = {200, 429, 400} if self._own.refused else {200, 429}
+        allowed = {200, 429, 400} if self._case.refused else {200, 429}
         while not self._over.is_set():
             salt = json.dumps({"cache_salt": uuid.uuid4().hex})[1:-1]
-            data = self._body[:-1] + f", {salt}}}".encode() if self._own.fresh else self._body
+            data = self._body[:-1] + f", {salt}}}".encode() if self._case.fresh else self._body
             answer = requests.post(self._url, data=data, timeout=RETRY_S)
             if answer.status_code not in allowed and "OVERLOADED" not in answer.text:
                 self.failure = f"a dear request was refused: {answer.text[:300]}"
@@ -185,11 +185,11 @@ class Callers:
             raise SystemExit(self.failure)
 
 
-def gaps(server: Served, expected: list[int], own: Dear) -> list[float]:
+def gaps(server: Served, expected: list[int], case: Dear) -> list[float]:
     """Seconds between tokens of the ordinary streams, which come through the same door."""
 
     def at_openai(_: int) -> list[float]:
-        found, ids, last = [], [], 0.0
+        seconds, ids, last = [], [], 0.0
         body = COMPLETION | {"n": 1, "num_drafts": 0, "stream": True, "return_token_ids": True}
         url = f"{server.openai_url}/completions"
         with requests.post(url, json=body, stream=True, timeout=RETRY_S) as answer:
@@ -199,26 +199,26 @@ def gaps(server: Served, expected: list[int], own: Dear) -> list[float]:
                 now = time.perf_counter()
                 more = [t for c in json.loads(line[6:])["choices"] for t in c.get("token_ids") or ()]
                 if ids and more:
-                    found += [(now - last) / len(more)] * len(more)
+                    seconds += [(now - last) / len(more)] * len(more)
                 ids, last = ids + more, now
         if ids != expected:
             raise SystemExit("an ordinary stream has other tokens than its plain run")
-        return found
+        return seconds
 
     def at_triton(_: int) -> list[float]:
-        found, ids, last = [], [], 0.0
+        seconds, ids, last = [], [], 0.0
         with Client(server.grpc_url, retries=50) as client:
             for piece in client.stream(PROMPT, ORDINARY):
                 now = time.perf_counter()
                 if ids and piece.token_ids:
-                    found += [(now - last) / len(piece.token_ids)] * len(piece.token_ids)
+                    seconds += [(now - last) / len(piece.token_ids)] * len(piece.token_ids)
                 ids, last = ids + piece.token_ids, now
         if ids != expected:
             raise SystemExit("an ordinary stream has other tokens than its plain run")
-        return found
+        return seconds
 
     with ThreadPoolExecutor(NUM_STREAMS) as threads:
-        one = at_openai if own.route else at_triton
+        one = at_openai if case.route else at_triton
         return [gap for part in threads.map(one, range(NUM_STREAMS)) for gap in part]
 
 
@@ -250,16 +250,16 @@ def pairs_of(
     pairs = []
     for number in range(rounds):
         first, second = (plain, dear) if number % 2 == 0 else (dear, plain)
-        found = measured(first), measured(second)
-        pairs.append(found if number % 2 == 0 else found[::-1])
+        pair = measured(first), measured(second)
+        pairs.append(pair if number % 2 == 0 else pair[::-1])
     return pairs
 
 
-def beside(server: Served, own: Dear, body: Body, expected: list[int]) -> float:
-    callers = Callers(server, own, body)
+def beside(server: Served, case: Dear, body: Body, expected: list[int]) -> float:
+    callers = Callers(server, case, body)
     try:
         callers.wait()
-        return p99(gaps(server, expected, own))
+        return p99(gaps(server, expected, case))
     finally:
         callers.end()
 
@@ -280,11 +280,11 @@ def main(
     print("|---|---|---|---|---|")
     worst = 0.0
     try:
-        for name, own in dearest(vocab_size).items():
+        for name, case in dearest(vocab_size).items():
             if field and name not in field:
                 continue
-            measured = partial(beside, server, own, expected=expected)
-            made = compared(pairs_of(measured, own.plain, own.dear, rounds))
+            measured = partial(beside, server, case, expected=expected)
+            made = compared(pairs_of(measured, case.plain, case.dear, rounds))
             worst = max(worst, made.ratio)
             print(
                 f"| {name} | {1e3 * made.plain:.2f} | {1e3 * made.dear:.2f} | {made.ratio:.2f}"
@@ -294,9 +294,9 @@ def main(
     finally:
         server.process.terminate()
         server.process.wait(60)
-    if worst > MOST_RATIO:
+    if worst > MAX_RATIO:
         print(
-            f"a field costs ordinary streams {worst:.2f} of their time, the limit is {MOST_RATIO}",
+            f"a field costs ordinary streams {worst:.2f} of their time, the limit is {MAX_RATIO}",
             file=sys.stderr,
         )
         raise SystemExit(1)

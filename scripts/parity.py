@@ -34,8 +34,8 @@ def compare(folder: Path, num_tokens: int) -> str:
         request = harness.request()
         harness.step([(request, tokens, 0)])
         batch = harness.draft_batch(request, tokens[1:], harness.hidden[:-1], 0)
-        found, _ = harness.call("draft", batch)
-        line += f"  mtp {(found - composed.mtp(folder, model, tokens)[0]).abs().max():.1e}"
+        logits, _ = harness.call("draft", batch)
+        line += f"  mtp {(logits - composed.mtp(folder, model, tokens)[0]).abs().max():.1e}"
     calls = Counter(str(n.target) for n in harness.programs["trunk"].graph.nodes if n.op == "call_function")
     views = calls.pop("<built-in function getitem>", 0)
     return f"{line}  {calls.total()} calls + {views} getitems in {len(manifest.layers)} layers"

@@ -49,12 +49,12 @@ class Served:
             if not line:
                 raise SystemExit("hemiola serve did not start")
             said += line
-        found = {
+        urls = {
             name: re.findall(rf"^{name} +(\S+)$", said, re.MULTILINE)[0]
             for name in ("HTTP", "gRPC", "metrics")
         }
-        self.http_url = found["HTTP"].partition("/v2/")[0]
-        self.grpc_url, self.metrics_url = found["gRPC"], found["metrics"]
+        self.http_url = urls["HTTP"].partition("/v2/")[0]
+        self.grpc_url, self.metrics_url = urls["gRPC"], urls["metrics"]
         self.openai_url = "".join(re.findall(r"^OpenAI +(\S+)$", said, re.MULTILINE))
 
     def pids(self) -> list[int]:
@@ -62,12 +62,12 @@ class Served:
 
     def engine(self) -> int:
         """Not the small process beside it that ends it with its server."""
-        (found,) = [
+        (engine_pid,) = [
             pid
             for pid in self.pids()
             if "triton_python_backend_stub" in Path(f"/proc/{pid}/cmdline").read_text()
         ]
-        return found
+        return engine_pid
 
 
 class Soak:
@@ -221,11 +221,11 @@ class Soak:
 
 
 def children(pid: int) -> list[int]:
-    found = []
+    pids = []
     for task in Path(f"/proc/{pid}/task").glob("*/children"):
         for child in map(int, task.read_text().split()):
-            found += [child, *children(child)]
-    return found
+            pids += [child, *children(child)]
+    return pids
 
 
 def resources(pids: list[int]) -> dict[str, int]:
@@ -346,13 +346,13 @@ def main(
         soak.run(num_requests, kills, reloads, callers, half_open, seed)
         seconds = time.monotonic() - start
         soak.everything()
-        found = idle(server)
+        gauges = idle(server)
         after = settled(server, before)
         server.process.send_signal(signal.SIGTERM)
         status = server.process.wait(60)
     finally:
         server.process.kill()
-    print(table(soak, before, after, found, seconds))
+    print(table(soak, before, after, gauges, seconds))
     if status != 0:
         soak.note(f"hemiola serve ended with {status}")
     for name, value in too_much(before, after).items():
@@ -363,11 +363,11 @@ def main(
 
 
 def table(
-    soak: Soak, before: dict[str, int], after: dict[str, int], found: dict[str, float], seconds: float
+    soak: Soak, before: dict[str, int], after: dict[str, int], gauges: dict[str, float], seconds: float
 ) -> str:
     rows: list[tuple[str, Any]] = [*sorted(soak.done.items()), ("seconds", round(seconds))]
     rows += [(f"{name}, before and after", f"{before[name]}, {after[name]}") for name in before]
-    rows += [(f"{name}, at the end", int(value)) for name, value in sorted(found.items())]
+    rows += [(f"{name}, at the end", int(value)) for name, value in sorted(gauges.items())]
     rows += [("wrong or lost", len(soak.wrong))]
     return "\n".join(["| | |", "|---|---|", *(f"| {name} | {value} |" for name, value in rows)])
 

@@ -23,8 +23,8 @@ def find(module: Module, declared: Declared) -> LazyGroup:
 
     def read(begin: int = 0, end: int | None = None) -> WeightGroup:
         first, last = begin // 8, -(-(module.num_outputs if end is None else end) // 8)
-        own = slice(begin - 8 * first, None if end is None else end - 8 * first)
-        read = (_in_order(each.read(first, last, 1))[:, own].T for each in (words, zeros))
+        outputs = slice(begin - 8 * first, None if end is None else end - 8 * first)
+        read = (_in_order(each.read(first, last, 1))[:, outputs].T for each in (words, zeros))
         codes, points = (centred(each.contiguous(), MIDDLE) for each in read)
         tensors = {"codes": codes, "zeros": points.short()}
         return WeightGroup(layout, tensors | {"scales": scales.scales(begin, end, 1).T.contiguous()})

@@ -54,11 +54,11 @@ def read_declared(
     formats. None: they declare nothing of weights. Raises Refused for what is not supported, and for two that
     disagree."""
     text = config.get("text_config")
-    own = config.get("quantization_config")
-    own = own or (text.get("quantization_config") if isinstance(text, dict) else None)
-    if not own and modelopt is None:
+    quant = config.get("quantization_config")
+    quant = quant or (text.get("quantization_config") if isinstance(text, dict) else None)
+    if not quant and modelopt is None:
         return None
-    inside = own if isinstance(own, dict) else {"quant_method": str(own)} if own else {}
+    inside = quant if isinstance(quant, dict) else {"quant_method": str(quant)} if quant else {}
     beside = (modelopt or {}).get("quantization") or {}
     _check_kinds(where, inside)
     _check_kinds(MODELOPT, beside)
@@ -71,7 +71,7 @@ def read_declared(
     _refuse_disagreement(where, inside, beside)
     names = kinds_of(inside) or kinds_of(beside)
     method = str(inside.get("quant_method") or ("modelopt" if beside else "")).removeprefix("intel/")
-    source = f"quantization_config, quant_method {method or '?'}" if own else MODELOPT
+    source = f"quantization_config, quant_method {method or '?'}" if quant else MODELOPT
     told = f"{where}: weights are {one_line(' and '.join(names)) or 'quantised'} ({one_line(source)})"
     for each in declared:
         _refuse_unknown(told, method, each, methods)

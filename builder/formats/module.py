@@ -54,8 +54,8 @@ class Stored(NamedTuple):
             raise self.refused(f"has shape {list(self.shape)}, which is no stack of {num}")
 
         def read(begin: int = 0, end: int | None = None, dim: int = 0) -> torch.Tensor:
-            own = self.read(index, index + 1)[0]
-            return own[(slice(None),) * dim + (slice(begin, end),)] if own.dim() else own
+            matrix = self.read(index, index + 1)[0]
+            return matrix[(slice(None),) * dim + (slice(begin, end),)] if matrix.dim() else matrix
 
         return Stored(f"{self.name}[{index}]", self.where, self.dtype, self.shape[1:], read)
 
@@ -236,8 +236,8 @@ def nibbles(packed: torch.Tensor) -> torch.Tensor:
 
 def unpacked(words: torch.Tensor, bits: int) -> torch.Tensor:
     """int32 [..., n] as uint8 numbers [..., n * 32 / bits], the lowest bits first."""
-    found = words.contiguous().view(torch.uint8)
-    return found if bits == 8 else nibbles(found)
+    numbers = words.contiguous().view(torch.uint8)
+    return numbers if bits == 8 else nibbles(numbers)
 
 
 def centred(numbers: torch.Tensor, middle: int) -> torch.Tensor:

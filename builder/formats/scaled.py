@@ -55,8 +55,8 @@ def in_blocks(module: Module, scales: Stored, block: tuple[int, int]) -> LazyGro
     def read(begin: int = 0, end: int | None = None) -> WeightGroup:
         last = num_outputs if end is None else min(end, num_outputs)
         first = begin // height
-        own = scales.scales().view(grid)[first : -(-last // height)].repeat_interleave(height, 0)
-        rows = own[begin - first * height : last - first * height].contiguous()
+        block_scales = scales.scales().view(grid)[first : -(-last // height)].repeat_interleave(height, 0)
+        rows = block_scales[begin - first * height : last - first * height].contiguous()
         return WeightGroup(layout, {"codes": _codes(weight, begin, end), "scales": rows})
 
     return LazyGroup(layout, read)

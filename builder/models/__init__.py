@@ -128,11 +128,11 @@ def _check_types(checkpoint: Checkpoint, architecture: str) -> None:
         configs.append((checkpoint.text_config, text or whole))
     known = dict.fromkeys(name for pair in MODEL_TYPES.values() for name in pair if name)
     for config, wanted in configs:
-        found = config.read("model_type", str, wanted)
-        if found == wanted:
+        given = config.read("model_type", str, wanted)
+        if given == wanted:
             continue
-        wrong = "is another architecture's" if found in known else f"is not supported{_nearest(found, known)}"
-        reason = f"model_type {shown(found)} {wrong}; {architecture} has {wanted}"
+        wrong = "is another architecture's" if given in known else f"is not supported{_nearest(given, known)}"
+        reason = f"model_type {shown(given)} {wrong}; {architecture} has {wanted}"
         raise config.refused("conflict", "model_type", reason, "correct it, or use another one")
 
 

@@ -187,8 +187,8 @@ class Sum(nn.Module):
         dtype = parts[0].dtype
         if self.num_segments > 1 and dtype is torch.bfloat16:  # whoever adds, it is rounded at the end
             parts = [part.to(torch.float32) for part in parts]
-        own = tree(parts)
-        whole = own if self.group is None else self.ops.sum(own, self.group)
+        rank_sum = tree(parts)
+        whole = rank_sum if self.group is None else self.ops.sum(rank_sum, self.group)
         return whole if whole.dtype is dtype else whole.to(dtype)
 
 
@@ -207,15 +207,15 @@ class SideBySide(nn.Module):
         begins the next one meanwhile."""
         left, each = list(widths), []
         for num_outputs in self.sizes:
-            own: list[int] = []
-            while left and sum(own) + left[0] <= num_outputs:
-                own.append(left.pop(0))
-            if sum(own) < num_outputs:
+            taken: list[int] = []
+            while left and sum(taken) + left[0] <= num_outputs:
+                taken.append(left.pop(0))
+            if sum(taken) < num_outputs:
                 return self(x).split(widths, dim=1)
-            each.append(own)
+            each.append(taken)
         order = sorted(range(len(each)), key=lambda n: sum(each[n]))
-        found = {n: self.layers[n](x).split(each[n], dim=1) for n in order}
-        return [part for n in range(len(each)) for part in found[n]]
+        outputs = {n: self.layers[n](x).split(each[n], dim=1) for n in order}
+        return [part for n in range(len(each)) for part in outputs[n]]
 
 
 def dense(kit: Kit, parts: Sequence[Lazy]) -> Linear | SideBySide:
@@ -327,8 +327,8 @@ class Experts(nn.Module):
         self, x: torch.Tensor, expert_weights: torch.Tensor, expert_ids: torch.Tensor
     ) -> list[torch.Tensor]:
         """Of this rank alone, by segment."""
-        own = self.ops.moe(x, expert_ids, expert_weights, self.up, self.down, self.activation)
-        return [own, *(segment(x, expert_weights, expert_ids) for segment in self.rest)]
+        output = self.ops.moe(x, expert_ids, expert_weights, self.up, self.down, self.activation)
+        return [output, *(segment(x, expert_weights, expert_ids) for segment in self.rest)]
 
 
 class _ExpertSegment(nn.Module):

@@ -32,7 +32,7 @@ from hemiola.runtime.outline import Limits, State
 
 IGNORABLE = r"model\.visual\.|.*rotary_emb\.inv_freq$"
 WORDS = {"linear_attention": "delta", "full_attention": "attention"}
-MOST_LAYERS, MOST_HEAD_DIM = 2**12, 2**12
+MAX_LAYERS, MAX_HEAD_DIM = 2**12, 2**12
 
 
 def refuse(cfg: Config) -> None:
@@ -187,9 +187,9 @@ def interleaved(kit: Kit, heads: DeltaHeads, prefix: str, hidden: int) -> list[L
     rows = []
     for part, widths in groups.items():
         whole = kit.checkpoint.matrix(f"{prefix}in_proj_{part}.weight", heads.k * sum(widths), hidden)
-        own = kit.cut.rows(whole, [whole.shape[0]])  # whole key heads
+        rank_rows = kit.cut.rows(whole, [whole.shape[0]])  # whole key heads
         for i in range(len(widths)):
-            rows.append(own.take(_deinterleave(heads.k // kit.cut.size, widths, i)))
+            rows.append(rank_rows.take(_deinterleave(heads.k // kit.cut.size, widths, i)))
     return rows
 
 
@@ -296,7 +296,7 @@ def _mtp(kit: Kit, cfg: Config, rope: Rope) -> Mtp:
 
 
 def layer_kinds(cfg: Config) -> list[str]:
-    count = cfg.size("num_hidden_layers", most=MOST_LAYERS)
+    count = cfg.size("num_hidden_layers", limit=MAX_LAYERS)
     interval = cfg.size("full_attention_interval", 4)
     default = ["linear_attention" if (i + 1) % interval else "full_attention" for i in range(count)]
     kinds = cfg.read("layer_types", list[str], default)
@@ -314,7 +314,7 @@ def is_sparse(cfg: Config, index: int) -> bool:
 
 def head_dim(cfg: Config) -> int:
     default = cfg.size("hidden_size") // cfg.size("num_attention_heads")
-    return cfg.size("head_dim", default, most=MOST_HEAD_DIM)
+    return cfg.size("head_dim", default, limit=MAX_HEAD_DIM)
 
 
 def rotary_dim(cfg: Config) -> int:

@@ -36,14 +36,14 @@ def cut(model: onnx.ModelProto, weights: Iterable[str]) -> Partition:
     pieces: list[SegmentPiece] = []
     parts: dict[str, onnx.ModelProto] = {}
     for level in range(max(levels) + 1):
-        own = [i for i, found in enumerate(levels) if found == level]
-        dense = [i for i in own if i not in views and graph.node[i].domain != DOMAIN]
+        at_level = [i for i, node_level in enumerate(levels) if node_level == level]
+        dense = [i for i in at_level if i not in views and graph.node[i].domain != DOMAIN]
         if dense:
             piece, part = _part(model, dense, constants, is_weight)
             parts[piece.name] = part
             pieces.append(piece)
-        pieces += [_view(graph.node[i], constants) for i in own if i in views]
-        pieces += [_op(graph.node[i]) for i in own if graph.node[i].domain == DOMAIN]
+        pieces += [_view(graph.node[i], constants) for i in at_level if i in views]
+        pieces += [_op(graph.node[i]) for i in at_level if graph.node[i].domain == DOMAIN]
     return Partition(tuple(pieces), parts)
 
 
@@ -80,9 +80,9 @@ def _part(
     made = {name for node in nodes for name in node.output}
     read = dict.fromkeys(name for node in nodes for name in node.input if name not in made)
     inputs = [name for name in read if name not in constants]
-    own = set(chosen)
+    inside = set(chosen)
     wanted = {value.name for value in model.graph.output}
-    wanted |= {name for i, node in enumerate(model.graph.node) if i not in own for name in node.input}
+    wanted |= {name for i, node in enumerate(model.graph.node) if i not in inside for name in node.input}
     outputs = [name for node in nodes for name in node.output if name in wanted]
 
     names: dict[str, str] = {}
@@ -137,8 +137,8 @@ def _view(node: NodeProto, constants: dict[str, TensorProto]) -> SegmentPiece:
 def _op(node: NodeProto) -> SegmentPiece:
     """What it updates in place comes out of the ONNX node, but not of the op."""
     op = OPS[node.op_type]
-    found = {attr.name: onnx.helper.get_attribute_value(attr) for attr in node.attribute}
-    values = (found[attr.name] for attr in op.attrs)
+    attributes = {attr.name: onnx.helper.get_attribute_value(attr) for attr in node.attribute}
+    values = (attributes[attr.name] for attr in op.attrs)
     texts = (value.decode() if isinstance(value, bytes) else value for value in values)
     return SegmentPiece(
         kind="op",

@@ -66,8 +66,8 @@ def _compile(nodes: "set[Node]", graphs: Sequence[Graph], arch: str, job: Job) -
     calls = calls_between(gpu, job.limits, hidden_of(graphs), job.tp)
     for done, node in enumerate(nodes):
         job.report(f"calls for {arch}", done, len(nodes))
-        most = node.most(job.limits)
-        calls |= calls_of(OPS[node.op], node.arguments, most, gpu, node.form, dict(node.layouts))
+        max_size = node.most(job.limits)
+        calls |= calls_of(OPS[node.op], node.arguments, max_size, gpu, node.form, dict(node.layouts))
     (job.folder / FOLDER / arch).mkdir(parents=True)
     files = []
     # threads, since a compilation waits for an assembler of its own
@@ -191,19 +191,19 @@ def nodes_of(graph: Graph, layouts: Mapping[fx.Node, dict[str, Layout]] | None =
         if op is None:
             continue
         given = [v.meta["val"] if isinstance(v, fx.Node) else v for v in node.args]
-        found = layouts.get(node, {})
-        if not found:
+        node_layouts = layouts.get(node, {})
+        if not node_layouts:
             yield Node(op.name, graph.name, tuple(_traced(value, names) for value in given))
             continue
-        call = op.call(*given)._replace(layouts=found)
+        call = op.call(*given)._replace(layouts=node_layouts)
         form = op.choose(call, "cuda").form
         for at, arg in enumerate(op.args):
-            if arg.name in found:
-                given[at] = packed_empty(form, arg.name, found[arg.name], given[at])
+            if arg.name in node_layouts:
+                given[at] = packed_empty(form, arg.name, node_layouts[arg.name], given[at])
         sizes = [call.sizes[letter] for letter in form.sizes]
         num = len(op.args) + len(op.attrs)
         values = tuple(_traced(value, names) for value in (*given[:num], *sizes, *given[num:]))
-        yield Node(op.name, graph.name, values, form.name, tuple(found.items()))
+        yield Node(op.name, graph.name, values, form.name, tuple(node_layouts.items()))
 
 
 def _traced(value: Any, names: dict[str, str]) -> Any:

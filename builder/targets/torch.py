@@ -74,7 +74,10 @@ def _for_gpu(graph: Graph, weights: dict[str, Lazy], job: Job) -> CompiledSegmen
     program = copied(graph.program.graph)
     named = cut_head(program, graph.weights)
     body, calls = nodes[: len(nodes) - len(named)], nodes[len(nodes) - len(named) :]
-    head = tuple(HeadCall(**call.model_dump(), weights=own) for call, own in zip(calls, named, strict=True))
+    head = tuple(
+        HeadCall(**call.model_dump(), weights=head_weights)
+        for call, head_weights in zip(calls, named, strict=True)
+    )
     return CompiledSegment(body, packed, _stored(program, graph.name, job), head=head, scores=scores)
 
 

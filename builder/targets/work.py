@@ -33,7 +33,7 @@ def work_bytes(graph: Graph, segment: Segment, limits: Limits) -> int:
     return peak.most
 
 
-def _given(graph: Graph, layouts: Layouts, most: dict[str, int]) -> list[torch.Tensor]:
+def _given(graph: Graph, layouts: Layouts, max_sizes: dict[str, int]) -> list[torch.Tensor]:
     """Weights, states and inputs of the largest step, as the program takes them."""
     places = graph.placeholders()
     coded = dict(_packed(layouts))
@@ -47,21 +47,21 @@ def _given(graph: Graph, layouts: Layouts, most: dict[str, int]) -> list[torch.T
         shape = [size if isinstance(size, int) else 3 for size in traced.shape]  # pages or slots
         if at >= first:
             letters = INPUTS[graph.name][graph.inputs[at - first]]
-            shape = [most.get(letter, size) for letter, size in zip(letters, shape, strict=True)]
+            shape = [max_sizes.get(letter, size) for letter, size in zip(letters, shape, strict=True)]
         given.append(torch.empty(shape, dtype=traced.dtype, device="meta"))
     return given
 
 
 def _packed(layouts: Layouts) -> Iterator[tuple[fx.Node, torch.Tensor]]:
     """Quantised weights, without memory."""
-    for node, found in layouts.items():
+    for node, node_layouts in layouts.items():
         op = op_of(node)
-        if op is None or not found:
+        if op is None or not node_layouts:
             continue
         forms = [form for form in op.forms if form.device == "cuda"]
         for arg, value in zip(op.args, node.args, strict=False):
-            if arg.name in found and isinstance(value, fx.Node):
-                layout = found[arg.name]
+            if arg.name in node_layouts and isinstance(value, fx.Node):
+                layout = node_layouts[arg.name]
                 form = next(form for form in forms if not form.refuses_layout(layout))
                 yield value, packed_empty(form, arg.name, layout, value.meta["val"])
 

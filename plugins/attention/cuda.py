@@ -135,7 +135,7 @@ def attention(
         _attend_prompts(q, *pages, rows, o, scale * k_scale, v_scale, first, plan)
         if num_rows == 1:
             return o
-    most = plan.queries if plan.prompts else _ALL
+    limit = plan.queries if plan.prompts else _ALL
     most_pieces = num_rows * cdiv(table_len * page_len, group)
     enough = cdiv(plan.enough, groups) * (group // tile)
     capacity = min(max(most_pieces, enough), _PARTIAL_NUMBERS // (groups * plan.queries * depth))
@@ -143,7 +143,7 @@ def attention(
     items = groups * (most_pieces + enough + cdiv(num_tokens * heads // groups, plan.queries) + num_rows)
     tiles = dict(BM=plan.queries, GROUP=group, TILE=tile)
     _attend[(min(items, plan.programs * _multiprocessors(device)),)](
-        q, *pages, rows, o, partial, scale * k_scale * _LOG2_E, v_scale, first, num_rows, table_len, most,
+        q, *pages, rows, o, partial, scale * k_scale * _LOG2_E, v_scale, first, num_rows, table_len, limit,
         capacity, plan.enough, q.stride(0), **sizes, **tiles, **bits, num_warps=plan.warps,
         num_stages=plan.stages,
     )  # fmt: skip
@@ -152,7 +152,7 @@ def attention(
     if few and capacity > 1 and table_len * page_len > tile:
         numbers = pow2(per_group) * part
         _join[(few * groups * (depth // part),)](
-            rows, o, partial, v_scale, num_rows, most, capacity, plan.enough, **sizes, **tiles, PART=part,
+            rows, o, partial, v_scale, num_rows, limit, capacity, plan.enough, **sizes, **tiles, PART=part,
             num_warps=min(max(numbers // 128, 1), 8), maxnreg=128,
         )  # fmt: skip
     return o
@@ -206,21 +206,21 @@ def _attend_prompts(
     """Of rows that have more queries than a tile; one that is alone, of however many."""
     (num_tokens, heads, depth), (page_len, groups), num_rows = q.shape, k_pages.shape[1:3], rows.shape[0]
     k_lines, v_lines = (pages.view(-1, groups * depth) for pages in (k_pages, v_pages))
-    most = 0 if num_rows == 1 else plan.queries
+    limit = 0 if num_rows == 1 else plan.queries
     items = groups * (cdiv(num_tokens * heads // groups, PROMPT) + num_rows)
     _prompt[(min(items, _multiprocessors(q.device)),)](
         q, Block(k_lines, (TILE, depth)), Block(v_lines, (TILE, depth // 2)), page_table, rows, o,
-        scale * _LOG2_E, v_scale, num_rows, page_table.shape[1], most, q.stride(0), G=groups,
+        scale * _LOG2_E, v_scale, num_rows, page_table.shape[1], limit, q.stride(0), G=groups,
         R=heads // groups, D=depth, L=page_len, FIRST=max(first, 0), STAGES=PROMPT_STAGES[depth],
         num_warps=4, enable_fp_fusion=False,
     )  # fmt: skip
 
 
-def variants(most: Size, *arguments: torch.Tensor | float) -> Iterator[Variant]:
+def variants(largest: Size, *arguments: torch.Tensor | float) -> Iterator[Variant]:
     """Tables of rows have powers of two, query tiles the height of an average row."""
-    for rows in around(powers(most.rows), most.rows):
-        for tokens in around((rows * each for each in powers(64)), most.tokens):
-            for pages in (1, most.pages):
+    for rows in around(powers(largest.rows), largest.rows):
+        for tokens in around((rows * each for each in powers(64)), largest.tokens):
+            for pages in (1, largest.pages):
                 yield Variant(Size(tokens, rows, pages))
 
 

@@ -73,9 +73,9 @@ def store(part: str, page: torch.Tensor, place: int, x: torch.Tensor, scale: flo
         page[place] = _kept(x, scale, page.dtype)
         return
     numbers = x.to(torch.float32)
-    found, notes = _key_codes(numbers, bits) if part == "key" else _value_codes(numbers, bits)
+    new_codes, notes = _key_codes(numbers, bits) if part == "key" else _value_codes(numbers, bits)
     codes, sizes = parts_of(part, page, bits, x.shape[1])
-    codes[place], sizes[place] = packed(found, bits), notes
+    codes[place], sizes[place] = packed(new_codes, bits), notes
 
 
 def load(part: str, page: torch.Tensor, depth: int, scale: float, wide: torch.dtype) -> torch.Tensor:
@@ -84,11 +84,11 @@ def load(part: str, page: torch.Tensor, depth: int, scale: float, wide: torch.dt
     if page.dtype is not CODES:
         return page.to(wide) * scale
     codes, sizes = parts_of(part, page, bits, depth)
-    found, sizes = unpacked(codes, bits), sizes.to(wide)
+    indices, sizes = unpacked(codes, bits), sizes.to(wide)
     if part == "value":
-        return found * sizes[..., :1] + sizes[..., 1:]
+        return indices * sizes[..., :1] + sizes[..., 1:]
     table = torch.tensor(centres(bits), dtype=wide)
-    return rotated(table[found] * sizes) / torch.tensor(depth, dtype=wide).sqrt()  # its own inverse
+    return rotated(table[indices] * sizes) / torch.tensor(depth, dtype=wide).sqrt()  # its own inverse
 
 
 def parts_of(part: str, page: torch.Tensor, bits: int, depth: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -118,11 +118,11 @@ def _key_codes(k: torch.Tensor, bits: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 def _value_codes(v: torch.Tensor, bits: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Steps above the least number; and the step and that number."""
-    most = 2**bits - 1
+    max_code = 2**bits - 1
     sound = (v - v).sum(-1, keepdim=True)  # NaN where a number is none, or has no end; else 0
     low, high = v.amin(-1, keepdim=True) + sound, v.amax(-1, keepdim=True)
-    step = ((high - low) / most).clamp(min=TINY) + sound
-    codes = ((v - low) / step + 0.5).nan_to_num(0.0).clamp(0, most).int()
+    step = ((high - low) / max_code).clamp(min=TINY) + sound
+    codes = ((v - low) / step + 0.5).nan_to_num(0.0).clamp(0, max_code).int()
     return codes, torch.cat((step, low), -1).to(torch.float16)
 
 

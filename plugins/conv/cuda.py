@@ -27,12 +27,12 @@ WIDEST = TilePlan(8, 128, 64)
 
 def plan_of(num_tokens: int) -> TilePlan:
     """As measured on an H200, benchmarks/gpu_dense.md."""
-    return next((plan for most, plan in PLANS.items() if num_tokens <= most), WIDEST)
+    return next((plan for limit, plan in PLANS.items() if num_tokens <= limit), WIDEST)
 
 
-def variants(most: Size, *arguments: torch.Tensor) -> Iterator[Variant]:
+def variants(largest: Size, *arguments: torch.Tensor) -> Iterator[Variant]:
     """A step of every plan."""
-    for tokens in around(PLANS, most.tokens):
+    for tokens in around(PLANS, largest.tokens):
         yield Variant(Size(tokens, 1, 1))
 
 

@@ -92,11 +92,11 @@ def few_plan(num_tokens: int, num_rows: int, heads: int, width: int) -> TilePlan
     return FP32._replace(channels=channels, tiles=tiles, warps=4, few=True)
 
 
-def variants(most: Size, *arguments: Any) -> Iterator[Variant]:
+def variants(largest: Size, *arguments: Any) -> Iterator[Variant]:
     """And with one token more than rows, from which on few rows are fewer."""
-    yield from every_number_of_rows(most)
-    for rows in range(1, min(most.rows, FEW_SINGLE, most.tokens - 1) + 1):
-        yield Variant(Size(rows + 1, rows, most.pages))
+    yield from every_number_of_rows(largest)
+    for rows in range(1, min(largest.rows, FEW_SINGLE, largest.tokens - 1) + 1):
+        yield Variant(Size(rows + 1, rows, largest.pages))
 
 
 def ahead(

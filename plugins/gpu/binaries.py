@@ -34,7 +34,7 @@ class Binary:
 def sources() -> str:
     """sha256 of all plugins: a binary fits no other launcher than the one that it was compiled for."""
     plugins = Path(__file__).parent.parent
-    found = hashlib.sha256()
+    digest = hashlib.sha256()
     for file in sorted(plugins.rglob("*.py")):
-        found.update(f"{file.relative_to(plugins)}\n".encode() + file.read_bytes())
-    return found.hexdigest()
+        digest.update(f"{file.relative_to(plugins)}\n".encode() + file.read_bytes())
+    return digest.hexdigest()

@@ -73,8 +73,8 @@ def source(kernel: str) -> Any:
     """Triton's function; what triton.py does not have is Gluon's, for one architecture."""
     op, _, entry = kernel.rpartition(".")
     for file in FILES:
-        if found := getattr(import_module(f"hemiola.plugins.{op}.{file}"), entry, None):
-            return found
+        if function := getattr(import_module(f"hemiola.plugins.{op}.{file}"), entry, None):
+            return function
     raise AttributeError(f"no file of hemiola.plugins.{op} has {entry}")
 
 

@@ -20,13 +20,13 @@ Arguments = Callable[[Size], list[Any]]  # of a node in a step of this size, its
 def calls_of(
     op: Op,
     arguments: Arguments,
-    most: Size,
+    largest: Size,
     gpu: Gpu,
     form: str = "cuda",
     layouts: Mapping[str, Layout] = MappingProxyType({}),
 ) -> set[Call]:
-    """What must be compiled for a node of steps up to `most`. Its arguments are the op's, the sizes that its
-    form gets, and options; `layouts` of quantised weights by argument.
+    """What must be compiled for a node of steps up to `largest`. Its arguments are the op's, the sizes that
+    its form gets, and options; `layouts` of quantised weights by argument.
 
     Plans and tiles are chosen by the numbers of tokens and rows. A launcher whose choices depend on them has
     `variants` beside it, with the sizes and options that reach each; others run at the ends.
@@ -40,12 +40,12 @@ def calls_of(
         function(*values[:num], **named, **options, **chosen)
 
     ending = {"ending": op.ending} if op.ending else {}
-    found: set[Call] = set()
+    calls: set[Call] = set()
     with built_for(gpu):
-        for size, chosen in variants(most, *arguments(most), **ending):
+        for size, chosen in variants(largest, *arguments(largest), **ending):
             for given in _as_seen(arguments(size)):
-                found |= calls_at(launcher, gpu, *given, **chosen)
-    return found
+                calls |= calls_at(launcher, gpu, *given, **chosen)
+    return calls
 
 
 def _as_seen(values: Sequence[Any]) -> Iterable[Sequence[Any]]:
@@ -63,11 +63,11 @@ def _as_seen(values: Sequence[Any]) -> Iterable[Sequence[Any]]:
 
 def calls_at(launcher: Callable[..., Any], gpu: Gpu, *arguments: Any, **options: Any) -> set[Call]:
     """What one call of a launcher launches."""
-    found: set[Call] = set()
+    calls: set[Call] = set()
 
     def look(kernel: Kernel, grid: tuple[int, ...], values: Values, constants: Mapping[str, Any]) -> None:
-        found.add(call_of(kernel, values, constants))
+        calls.add(call_of(kernel, values, constants))
 
     with built_for(gpu), launches(look), torch.inference_mode():
         launcher(*arguments, **options)
-    return found
+    return calls

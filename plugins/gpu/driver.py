@@ -15,7 +15,7 @@ from hemiola.plugins.gpu.launch import ONE, Block, Launch
 
 CELL = 8  # bytes of a parameter's place; tensor maps have their own
 MAP_BYTES, MAP_ALIGNMENT = 128, 64
-MOST_MAPS = 4096  # that a kernel keeps
+MAX_MAPS = 4096  # that a kernel keeps
 STATIC_SHARED = 48 * 1024  # bytes that a block may have without being asked
 FORMATS = {"*": "Q", "i32": "i4x", "i64": "q", "fp32": "f4x"}
 DONE = driver.CUresult.CUDA_SUCCESS
@@ -54,10 +54,10 @@ def handle_of(address: int) -> bytes:
 
 def open_handle(handle: bytes) -> int:
     """The address here of memory of another process, which may be another device's."""
-    found = driver.CUipcMemHandle()
-    found.reserved = handle
+    ipc_handle = driver.CUipcMemHandle()
+    ipc_handle.reserved = handle
     flag = driver.CUipcMem_flags.CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS
-    return int(_done("cuIpcOpenMemHandle", driver.cuIpcOpenMemHandle(found, flag)))
+    return int(_done("cuIpcOpenMemHandle", driver.cuIpcOpenMemHandle(ipc_handle, flag)))
 
 
 def close_handle(address: int) -> None:
@@ -83,9 +83,9 @@ def load(binary: Binary, cubin: bytes, device: torch.device) -> Launch:
     library = _done("cuLibraryLoadData", driver.cuLibraryLoadData(cubin, [], [], 0, [], [], 0))
     kernel = _done("cuLibraryGetKernel", driver.cuLibraryGetKernel(library, binary.symbol.encode()))
     if binary.shared > STATIC_SHARED:
-        most = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+        max_shared = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
         number = driver.CUdevice(device.index)
-        _done("cuKernelSetAttribute", driver.cuKernelSetAttribute(most, binary.shared, kernel, number))
+        _done("cuKernelSetAttribute", driver.cuKernelSetAttribute(max_shared, binary.shared, kernel, number))
         prefer = driver.CUfunc_cache.CU_FUNC_CACHE_PREFER_SHARED
         _done("cuKernelSetCacheConfig", driver.cuKernelSetCacheConfig(kernel, prefer, number))
     _done(
@@ -174,7 +174,7 @@ class Parameters:
         key = (index, tensor.data_ptr(), *tensor.shape, *tensor.stride())
         known = self._kept.get(key)
         if known is None:
-            if len(self._kept) >= MOST_MAPS:
+            if len(self._kept) >= MAX_MAPS:
                 self._kept.clear()
             described = _describe(tensor, self._blocks[index])
             known = self._kept[key] = (described, *tensor.shape, *tensor.stride())

@@ -176,10 +176,10 @@ class Kernel:
         if addresses % ALIGNMENT:  # rarely: somebody starts elsewhere
             look += [value.data_ptr() % ALIGNMENT == 0 for value in values if isinstance(value, torch.Tensor)]
         key = tuple(look)
-        found = self._found.get(key)
-        if found is None:
-            found = self._found[key] = self._find(values, constants)
-        found(grid, flat)
+        launch = self._found.get(key)
+        if launch is None:
+            launch = self._found[key] = self._find(values, constants)
+        launch(grid, flat)
 
     def _find(self, values: Values, constants: Mapping[str, Any]) -> Launch:
         """The binary for such a call; raises NotCompiled where there is none."""

@@ -19,25 +19,25 @@ class Variant(NamedTuple):
     options: dict[str, Any] = {}  # noqa: RUF012
 
 
-def ends(most: Size, *arguments: Any) -> Iterator[Variant]:
+def ends(largest: Size, *arguments: Any) -> Iterator[Variant]:
     """One token, and the largest step."""
     yield Variant(Size(1, 1, 1))
-    yield Variant(most)
+    yield Variant(largest)
 
 
-def every_number_of_rows(most: Size, *arguments: Any) -> Iterator[Variant]:
+def every_number_of_rows(largest: Size, *arguments: Any) -> Iterator[Variant]:
     """With a token each, and with as many tokens as there can be."""
-    for rows in range(1, most.rows + 1):
-        yield Variant(Size(rows, rows, most.pages))
-        yield Variant(Size(most.tokens, rows, most.pages))
+    for rows in range(1, largest.rows + 1):
+        yield Variant(Size(rows, rows, largest.pages))
+        yield Variant(Size(largest.tokens, rows, largest.pages))
 
 
-def around(borders: Iterable[float], most: int) -> list[int]:
-    """The numbers up to `most` on both sides of each border, and the ends."""
+def around(borders: Iterable[float], limit: int) -> list[int]:
+    """The numbers up to `limit` on both sides of each border, and the ends."""
     near = {int(border) + step for border in borders for step in (0, 1)}
-    return sorted({1, most} | {number for number in near if 1 <= number <= most})
+    return sorted({1, limit} | {number for number in near if 1 <= number <= limit})
 
 
-def powers(most: int) -> list[int]:
-    """Powers of two up to the first that is not below `most`."""
-    return [1 << i for i in range(max(most - 1, 0).bit_length() + 1)]
+def powers(limit: int) -> list[int]:
+    """Powers of two up to the first that is not below `limit`."""
+    return [1 << i for i in range(max(limit - 1, 0).bit_length() + 1)]

@@ -79,11 +79,11 @@ FALLBACK = Tile(64, 64, 32, 4, 2, True)  # fp32, and lines that no descriptor ma
 @lru_cache
 def table_of(capability: int) -> Table:
     """That of the GPU's architecture, or the one for GPUs that nobody measured."""
-    own = TABLES / f"sm_{capability}.json"
-    found = json.loads((own if own.is_file() else TABLES / "any.json").read_text())
+    file = TABLES / f"sm_{capability}.json"
+    tables = json.loads((file if file.is_file() else TABLES / "any.json").read_text())
 
     def rows(name: str, kind: Any) -> tuple[Any, ...]:
-        told = ({f: _value(row[f]) for f in kind._fields if f in row} for row in found[name])
+        told = ({f: _value(row[f]) for f in kind._fields if f in row} for row in tables[name])
         return tuple(kind(**row) for row in told)
 
     return Table(rows("few", Few), rows("many", Many), rows("experts", Crowd), rows("codes", Few),

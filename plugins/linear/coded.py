@@ -82,14 +82,14 @@ def may_serve(
     return may
 
 
-def every_tile(most: Size, x: torch.Tensor, num_outputs: int, is_stored: bool = True) -> Iterator[Variant]:
+def every_tile(largest: Size, x: torch.Tensor, num_outputs: int, is_stored: bool = True) -> Iterator[Variant]:
     """Every tile that may be chosen; how many tokens there are tells a kernel nothing."""
     if x.dtype is torch.float32:
         tiles = {WIDE}
     else:
         tiles = coded_tiles(num_outputs, gpu_of(x.device), _in_gluon(x, num_outputs), is_stored)
     for tile in tiles:
-        yield Variant(most, {"tile": tile})
+        yield Variant(largest, {"tile": tile})
 
 
 def _in_gluon(x: torch.Tensor, num_outputs: int, residual: torch.Tensor | None = None) -> bool:
@@ -99,7 +99,7 @@ def _in_gluon(x: torch.Tensor, num_outputs: int, residual: torch.Tensor | None =
 
 
 def variants(
-    most: Size,
+    largest: Size,
     x: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor,
@@ -107,7 +107,7 @@ def variants(
     residual: torch.Tensor | None = None,
     ending: str = "",
 ) -> Iterator[Variant]:
-    yield from every_tile(most, x, num_outputs, is_stored=ending != "argmax")
+    yield from every_tile(largest, x, num_outputs, is_stored=ending != "argmax")
 
 
 def early(form: Coding, num_inputs: int) -> int:
@@ -138,14 +138,14 @@ def _launch(
     if not absent(bias):
         check("linear", "bias", bias, (num_outputs,), FLOATS, x.device, anywhere=True)
     num_tokens, num_inputs = x.shape
-    found = sections(weight, layout, num_outputs, num_inputs)
-    words, scales, zeros, factors, form = found
+    packed = sections(weight, layout, num_outputs, num_inputs)
+    words, scales, zeros, factors, form = packed
     if tile.direct:
-        _launch_few(x, found, bias, residual, y, best, activation, num_outputs, tile)
+        _launch_few(x, packed, bias, residual, y, best, activation, num_outputs, tile)
         return
     if tile.consumers:
         launch_steps(
-            x, y, unpacked(found, num_outputs, num_inputs), scales, factors, bias, residual, y, activation,
+            x, y, unpacked(packed, num_outputs, num_inputs), scales, factors, bias, residual, y, activation,
             tile, form.step, KIND=form.kind, SCALED=form.is_scaled, DIVIDES=form.divides, BY="", SPAN=0,
         )  # fmt: skip
         return
@@ -163,7 +163,7 @@ def _launch(
 
 def _launch_few(
     x: torch.Tensor,
-    found: Words,
+    packed: Words,
     bias: torch.Tensor,
     residual: torch.Tensor | None,
     y: torch.Tensor,
@@ -173,11 +173,11 @@ def _launch_few(
     tile: Tile,
 ) -> None:
     """Gluon's kernel for few tokens."""
-    (num_tokens, num_inputs), form = x.shape, found.form
+    (num_tokens, num_inputs), form = x.shape, packed.form
     more = {"maxnreg": 128} if form.kind == "e2m1" else {}  # fewer would be spent, and inputs asked for late
     programs = min(gpu_of(x.device).multiprocessors * tile.group, cdiv(num_outputs, tile.outputs))
     _coded_few[cdiv(num_tokens, tile.tokens), programs](
-        x, found.words, found.scales, found.zeros, found.factors, y if absent(bias) else bias,
+        x, packed.words, packed.scales, packed.zeros, packed.factors, y if absent(bias) else bias,
         y if residual is None else residual, y if best is None else best, y, num_tokens, num_outputs,
         num_inputs, x.stride(0), 0 if residual is None else residual.stride(0),
         0 if activation == "argmax" else y.stride(0), KIND=form.kind, HALF=form.half, PARTS=16 // form.bits,
@@ -189,9 +189,9 @@ def _launch_few(
     )  # fmt: skip
 
 
-def unpacked(found: Words, num_outputs: int, num_inputs: int) -> torch.Tensor:
+def unpacked(packed: Words, num_outputs: int, num_inputs: int) -> torch.Tensor:
     """The bf16 numbers that are multiplied with inputs, [O, inputs of whole blocks]."""
-    words, scales, zeros, _, form = found
+    words, scales, zeros, _, form = packed
     num_blocks = cdiv(num_inputs, form.block)
     weight = torch.empty(num_outputs, num_blocks * form.block, dtype=torch.bfloat16, device=words.device)
     _unpack[cdiv(num_outputs, SLAB), cdiv(num_blocks * form.block, UNPACKED)](

@@ -69,7 +69,7 @@ def fused(
 
 
 def variants(
-    most: Size,
+    largest: Size,
     x: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor,
@@ -78,20 +78,20 @@ def variants(
 ) -> Iterator[Variant]:
     num_outputs = len(weight)
     if ending == "argmax":
-        yield from every_tile(most, num_outputs, x, weight, is_stored=False)
+        yield from every_tile(largest, num_outputs, x, weight, is_stored=False)
         return
     y = x.new_empty(len(x), num_outputs // 2 if ending == "swiglu" else num_outputs)
-    yield from every_tile(most, num_outputs, x, weight, y, *([] if residual is None else [residual]))
+    yield from every_tile(largest, num_outputs, x, weight, y, *([] if residual is None else [residual]))
 
 
 def every_tile(
-    most: Size, num_outputs: int, *described: torch.Tensor, is_stored: bool = True
+    largest: Size, num_outputs: int, *described: torch.Tensor, is_stored: bool = True
 ) -> Iterator[Variant]:
     """Every tile that may be chosen; how many tokens there are tells a kernel nothing."""
     tiles = tiles_for(num_outputs, gpu_of(described[0].device))
     may = [tile for tile in tiles if not tile.consumers or (is_stored and _in_gluon(tile, described))]
     for tile in {_fitting(tile, described) for tile in may}:
-        yield Variant(most, {"tile": tile})
+        yield Variant(largest, {"tile": tile})
 
 
 def best(

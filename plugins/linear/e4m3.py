@@ -47,19 +47,19 @@ def linear(
 
 
 def tile_for(num_tokens: int) -> Tile:
-    return next((tile for most, tile in TILES if num_tokens <= most), MANY)
+    return next((tile for limit, tile in TILES if num_tokens <= limit), MANY)
 
 
-def every_tile(most: Size, x: torch.Tensor, is_stored: bool = True) -> Iterator[Variant]:
+def every_tile(largest: Size, x: torch.Tensor, is_stored: bool = True) -> Iterator[Variant]:
     """Every tile that may be chosen; those of Gluon give way where they may not."""
-    own = [tile for _, tile in TILES] + [MANY]
+    tiles = [tile for _, tile in TILES] + [MANY]
     gluons = [many.tile for many in table_of(gpu_of(x.device).capability).steps if is_stored]
-    for tile in own + (gluons if x.dtype is torch.bfloat16 else []):
-        yield Variant(most, {"tile": tile})
+    for tile in tiles + (gluons if x.dtype is torch.bfloat16 else []):
+        yield Variant(largest, {"tile": tile})
 
 
 def variants(
-    most: Size,
+    largest: Size,
     x: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor,
@@ -67,7 +67,7 @@ def variants(
     residual: torch.Tensor | None = None,
     ending: str = "",
 ) -> Iterator[Variant]:
-    yield from every_tile(most, x, is_stored=ending != "argmax")
+    yield from every_tile(largest, x, is_stored=ending != "argmax")
 
 
 def buffers(

@@ -38,7 +38,7 @@ def moe(
 
 
 def variants(
-    most: Size,
+    largest: Size,
     x: torch.Tensor,
     expert_ids: torch.Tensor,
     expert_weights: torch.Tensor,
@@ -48,8 +48,8 @@ def variants(
     """Tiles go by pairs per expert, the sort's blocks by pairs."""
     crowds = table_of(gpu_of(x.device).capability).coded_experts
     borders = [crowd.max_pairs * len(up) for crowd in crowds[:-1]] + powers(SORT_BLOCK)
-    for tokens in around((pairs / expert_ids.shape[1] for pairs in borders), most.tokens):
-        yield Variant(most._replace(tokens=tokens))
+    for tokens in around((pairs / expert_ids.shape[1] for pairs in borders), largest.tokens):
+        yield Variant(largest._replace(tokens=tokens))
 
 
 def _tile_of(x: torch.Tensor, num_pairs: int, num_experts: int) -> Tile:

@@ -60,7 +60,7 @@ def moe(
 
 
 def variants(
-    most: Size,
+    largest: Size,
     x: torch.Tensor,
     expert_ids: torch.Tensor,
     expert_weights: torch.Tensor,
@@ -70,8 +70,8 @@ def variants(
     """Tiles go by pairs per expert, the sort's blocks by pairs."""
     num_slots = expert_ids.shape[1]
     borders = [pairs * len(up) for pairs in crowds(gpu_of(x.device))] + powers(SORT_BLOCK)
-    for tokens in around((pairs / num_slots for pairs in borders), most.tokens):
-        yield Variant(most._replace(tokens=tokens))
+    for tokens in around((pairs / num_slots for pairs in borders), largest.tokens):
+        yield Variant(largest._replace(tokens=tokens))
 
 
 def ahead(gpu: Gpu, *arguments: torch.Tensor | str) -> Iterator[dict[str, Tile]]:

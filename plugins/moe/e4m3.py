@@ -39,7 +39,7 @@ def moe(
 
 
 def variants(
-    most: Size,
+    largest: Size,
     x: torch.Tensor,
     expert_ids: torch.Tensor,
     expert_weights: torch.Tensor,
@@ -47,9 +47,9 @@ def variants(
     *rest: torch.Tensor | str | int,
 ) -> Iterator[Variant]:
     """Tiles go by pairs per expert, the sort's blocks by pairs."""
-    borders = [(1 + most) * len(up) - 1 for most, _ in TILES] + powers(SORT_BLOCK)
-    for tokens in around((pairs / expert_ids.shape[1] for pairs in borders), most.tokens):
-        yield Variant(most._replace(tokens=tokens))
+    borders = [(1 + limit) * len(up) - 1 for limit, _ in TILES] + powers(SORT_BLOCK)
+    for tokens in around((pairs / expert_ids.shape[1] for pairs in borders), largest.tokens):
+        yield Variant(largest._replace(tokens=tokens))
 
 
 def _multiply(

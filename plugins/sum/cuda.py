@@ -14,11 +14,15 @@ WHOLE_BYTES = 2**22  # of a message; a longer one takes longer on its way than o
 _sum = Kernel("sum", "_sum")
 
 
-def variants(most: Size, x: torch.Tensor, group: torch.Tensor, *residual: torch.Tensor) -> Iterator[Variant]:
+def variants(
+    largest: Size, x: torch.Tensor, group: torch.Tensor, *residual: torch.Tensor
+) -> Iterator[Variant]:
     """Both ways, in pieces of both lengths."""
     line_bytes, size = x.shape[1] * x.itemsize, size_of(group)
     few = PAYLOAD * FEW * PROGRAMS
-    for tokens in around([n / line_bytes for n in (ONCE_BYTES, few, few * size, WHOLE_BYTES)], most.tokens):
+    for tokens in around(
+        [n / line_bytes for n in (ONCE_BYTES, few, few * size, WHOLE_BYTES)], largest.tokens
+    ):
         yield Variant(Size(tokens, 1, 1))
 
 

@@ -104,10 +104,10 @@ def _variants(job: BenchJob) -> list[BenchVariant]:
 
 def _refuse_unfit(job: BenchJob, variants: Sequence[BenchVariant]) -> None:
     """What does not fit the engine, before any variant is measured. Memory is counted at its opening."""
-    found = outline.parse(job.engine_dir / outline.FILE)
+    engine = outline.parse(job.engine_dir / outline.FILE)
     for number, variant in enumerate(variants):
         with _of_variant(variant, number):
-            sizes = resolve(ServeConfig(**variant.options), found, ENDLESS)
+            sizes = resolve(ServeConfig(**variant.options), engine, ENDLESS)
             job.asked.refuse_too_long(sizes.max_len)
 
 

@@ -92,8 +92,8 @@ def _turn(where: str, entry: object, max_tokens: int, reader: Reader) -> Turn:
         )
     forms = [form for form in FORMS if form in entry]
     if len(forms) != 1:
-        found = " and ".join(forms) or "none of prompt, messages and conversations"
-        raise Refused("conflict", message=f"{where} has {found}: {_shown(entry)}", way_out=f"{EXAMPLE}")
+        present = " and ".join(forms) or "none of prompt, messages and conversations"
+        raise Refused("conflict", message=f"{where} has {present}: {_shown(entry)}", way_out=f"{EXAMPLE}")
     asked = _READERS[forms[0]](where, entry[forms[0]], reader)
     try:
         ids = reader.encode(asked.prompt)

@@ -10,7 +10,7 @@ from hemiola.runtime.bench.measure import Measured
 from hemiola.runtime.bench.statistics import LATENCIES, MS, latencies, token_counts
 
 TITLES = {"ttft": "Time to first token", "itl": "Inter-token latency", "e2el": "End-to-end latency"}
-MOST_BINS, LEAST_BINS = 60, 5
+MAX_BINS, LEAST_BINS = 60, 5
 STEPS_PER_BIN = 10  # with few, the curve would show the steps and not the rate
 
 
@@ -50,6 +50,6 @@ def throughput(measured: Measured) -> tuple[np.ndarray, np.ndarray]:
     done = [result for result in measured.results if result.completed]
     duration = max(measured.end - measured.start, 1e-9)
     step = np.median(latencies(done)["itl"] or [duration])
-    num_bins = int(np.clip(duration / (STEPS_PER_BIN * step), LEAST_BINS, MOST_BINS))
+    num_bins = int(np.clip(duration / (STEPS_PER_BIN * step), LEAST_BINS, MAX_BINS))
     counts = token_counts(done, measured.start, duration / num_bins, num_bins)
     return np.arange(num_bins) * duration / num_bins, counts * num_bins / duration

@@ -49,7 +49,7 @@ def summarize(measured: Measured) -> Summary:
         "request_throughput": len(done) / duration,
         "output_throughput": total_output / duration,
         "total_token_throughput": (total_input + total_output) / duration,
-        "max_output_tokens_per_s": _most_tokens_in_a_second(done, measured.start),
+        "max_output_tokens_per_s": _max_tokens_in_a_second(done, measured.start),
         "max_concurrent_requests": peak([(result.sent, result.done) for result in done]),
     }
     values = latencies(done)
@@ -95,7 +95,7 @@ def token_counts(results: Sequence[BenchResult], start: float, width: float, num
     return np.bincount(bins, lens, minlength=num_bins)
 
 
-def _most_tokens_in_a_second(done: Sequence[BenchResult], start: float) -> float:
+def _max_tokens_in_a_second(done: Sequence[BenchResult], start: float) -> float:
     if not done:
         return 0.0
     seconds = int(max(result.done for result in done) - start) + 1

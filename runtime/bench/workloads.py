@@ -107,5 +107,5 @@ def refuse_too_long(options: BenchOptions, count: int, max_len: int) -> None:
 
 def _length(rng: np.random.Generator, length: int, ratio: float) -> int:
     least = max(1, math.floor(length * (1 - ratio)))
-    most = math.ceil(length * (1 + ratio))
-    return int(rng.integers(least, most + 1))
+    longest = math.ceil(length * (1 + ratio))
+    return int(rng.integers(least, longest + 1))

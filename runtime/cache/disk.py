@@ -292,9 +292,9 @@ class DiskTier:
 
     def withdraw(self, chain: Chain) -> None:
         """A request that read this text computed NaN: forget it, and keep nothing that is under way."""
-        found = self.tier.units_of(chain)
+        units = self.tier.units_of(chain)
         self.tier.withdraw(chain)
-        self._erase(found)
+        self._erase(units)
 
     def flush(self) -> None:
         """Forget everything."""
@@ -415,12 +415,12 @@ class DiskTier:
             if sorted(parts) == list(range(self._pieces.units_per_slot))
         }
         entries: dict[str, Entry] = {}
-        for key, (unit, header) in sorted(pages.items(), key=lambda found: found[1][1]["edge"]):
+        for key, (unit, header) in sorted(pages.items(), key=lambda item: item[1][1]["edge"]):
             entry = self._entry(header, unit, entries)
             if entry is not None:
                 entries[key] = entry
-        found = {entries[key].key: (kinds[key], units) for key, units in whole.items() if key in entries}
-        self.tier.restore(list(entries.values()), found)
+        snapshots = {entries[key].key: (kinds[key], units) for key, units in whole.items() if key in entries}
+        self.tier.restore(list(entries.values()), snapshots)
 
     def _header_of(self, unit: int) -> dict[str, Any] | None:
         """None: it is not ours, or the disk cannot read it."""

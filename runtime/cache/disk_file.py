@@ -13,13 +13,13 @@ from hemiola.runtime.api import MAX_CHARACTERS
 from hemiola.runtime.errors import Refused
 
 BLOCK = 4096  # bytes
-MOST_SALT = 32 + 4 * MAX_CHARACTERS["cache_salt"]  # bytes; see PrefixCache.chain
+MAX_SALT = 32 + 4 * MAX_CHARACTERS["cache_salt"]  # bytes; see PrefixCache.chain
 MAGIC = "hemiola prefix 2"
 
 
 def header_bytes(page_len: int) -> int:
     """Blocks for a page's tokens, of four bytes each, and the longest salt, in base64, and for the rest."""
-    texts = len(to_text(bytes(4 * page_len))) + len(to_text(bytes(MOST_SALT)))
+    texts = len(to_text(bytes(4 * page_len))) + len(to_text(bytes(MAX_SALT)))
     return -(-(texts + 1024) // BLOCK) * BLOCK
 
 

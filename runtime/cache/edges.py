@@ -13,10 +13,10 @@ def hit_len(known_len: int, page_len: int, cached_len: int, edges: Iterable[int]
 
     None: the engine needs no snapshots.
     """
-    most = min(reusable_len(known_len, page_len), cached_len // page_len * page_len)
+    max_len = min(reusable_len(known_len, page_len), cached_len // page_len * page_len)
     if edges is None:
-        return most
-    return max((edge for edge in edges if edge <= most), default=0)
+        return max_len
+    return max((edge for edge in edges if edge <= max_len), default=0)
 
 
 def wanted_edges(

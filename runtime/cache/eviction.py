@@ -311,12 +311,12 @@ def _snapshot_above(entry: Entry) -> Entry:
 
 def _snapshots_below(entry: Entry) -> list[Entry]:
     """The next ones on each path."""
-    found: list[Entry] = []
+    snapshots: list[Entry] = []
     stack = list(entry.children)
     while stack:
         node = stack.pop()
         if node.slot_id:
-            found.append(node)
+            snapshots.append(node)
         else:
             stack.extend(node.children)
-    return found
+    return snapshots

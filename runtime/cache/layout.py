@@ -80,13 +80,13 @@ class PrefixLayout:
         num_ranks: int = 1,
         num_kv_parts: int | None = None,
     ) -> None:
-        own = [state for state in states if prod(state.shape)]
-        shapes = {state.name: state.shape for state in own}
+        nonempty = [state for state in states if prod(state.shape)]
+        shapes = {state.name: state.shape for state in nonempty}
         ring = limits.chunk_len + limits.num_drafts  # by which a conv's is longer than what it needs
         self._pages: list[_PagePart] = []
         self._slots: list[_SlotPart] = []
         starts = {"page": 0, "slot": 0}
-        for state in own:
+        for state in nonempty:
             start, num_bytes = starts[state.kind], state_bytes([state], state.kind)
             starts[state.kind] += num_bytes
             if state.name.startswith("mtp.") and not has_head:
@@ -116,8 +116,8 @@ class PrefixLayout:
     ) -> None:
         """Fill payload [num_bytes] from ids [edge] int32, pages [ranks, page_bytes] each, and slots
         [ranks, slot_bytes] that stand at the edge behind them; all but ids are uint8."""
-        own = ids.view(np.uint8)
-        payload[: len(own)] = own
+        id_bytes = ids.view(np.uint8)
+        payload[: len(id_bytes)] = id_bytes
         for piece, place in self._pieces(payload, pages):
             piece[:] = place
         for piece, place in self._snapshot(payload, slot):
@@ -149,9 +149,9 @@ class PrefixLayout:
             for page in pages:
                 content = payload[at : at + size]
                 at += size
-                for rank, own in enumerate(() if page is None else page):
+                for rank, rank_page in enumerate(() if page is None else page):
                     piece = part.piece(content, rank, self.num_ranks)
-                    yield piece, own[start : start + own_size].reshape(piece.shape)
+                    yield piece, rank_page[start : start + own_size].reshape(piece.shape)
 
     def _snapshot(self, payload: np.ndarray, slots: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         edge = self.num_pages(payload) * self.page_len

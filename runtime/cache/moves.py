@@ -49,8 +49,10 @@ def lend(prefix: PrefixCache, chain: Chain, num_tokens: int) -> Lent | None:
     pages, state = [one.page_id for one in path_to(entry)], host.state_of(entry)
     units = [*pages, *state]
     host.lend(units)
-    found = [content.get(unit) for unit in units]
-    return Lent(entry.edge, entry.kind, found[: len(pages)], found[len(pages) :], units, content.settled())
+    contents = [content.get(unit) for unit in units]
+    return Lent(
+        entry.edge, entry.kind, contents[: len(pages)], contents[len(pages) :], units, content.settled()
+    )
 
 
 def take_back(prefix: PrefixCache, lent: Lent) -> None:

@@ -22,7 +22,7 @@ from hemiola.runtime.errors import Refused, shown
 MAGIC = b"hemiola prefix 1"
 SHA = 32  # bytes
 START = len(MAGIC) + 4 + SHA
-MOST_HEADER = 2**22  # bytes
+MAX_HEADER = 2**22  # bytes
 KINDS = ("prompt", "junction", "interval", "decode")
 AGAIN = "requests compute it again"
 
@@ -127,7 +127,7 @@ def _header(content: memoryview) -> dict[str, Any]:
         way_out = f"pass what export_prefix returned; {AGAIN}"
         raise Refused("malformed", "packed", message="packed is no prefix of this format", way_out=way_out)
     length = int.from_bytes(content[len(MAGIC) : START - SHA], "little")
-    text = bytes(content[START : START + length]) if length <= MOST_HEADER else b""
+    text = bytes(content[START : START + length]) if length <= MAX_HEADER else b""
     if len(text) != length or hashlib.sha256(text).digest() != content[START - SHA : START]:
         raise Refused(
             "damaged", "packed", message="packed is damaged or cut short in its header", way_out=AGAIN
@@ -145,9 +145,9 @@ def _header(content: memoryview) -> dict[str, Any]:
 
 def _checked(form: PackedForm, header: dict[str, Any]) -> tuple[int, str, str]:
     """Edge, kind and salt. All else of a header follows from them and the engine."""
-    for name, own in form.fields.items():
-        if header.get(name) != own or type(header.get(name)) is not type(own):
-            message = f"packed has {name} {shown(header.get(name))}, this engine {shown(own)}"
+    for name, ours in form.fields.items():
+        if header.get(name) != ours or type(header.get(name)) is not type(ours):
+            message = f"packed has {name} {shown(header.get(name))}, this engine {shown(ours)}"
             raise Refused("conflict", "packed", message=message, way_out=f"use an engine like it; {AGAIN}")
     edge, kind, salt = header.get("edge"), header.get("kind"), header.get("cache_salt")
     sha256 = header.get("sha256")
@@ -169,20 +169,20 @@ def _checked(form: PackedForm, header: dict[str, Any]) -> tuple[int, str, str]:
     except Refused as error:
         message = f"packed has a cache_salt that no request has: {error}"
         raise Refused("malformed", "packed", message=message, way_out=AGAIN) from None
-    own = form.header(edge, kind, salt, sha256)
-    for name in sorted(own.keys() | header.keys()):
-        if header.get(name) != own.get(name):
+    ours = form.header(edge, kind, salt, sha256)
+    for name in sorted(ours.keys() | header.keys()):
+        if header.get(name) != ours.get(name):
             message = (
-                f"packed has other {name} than this engine: {_difference(header.get(name), own.get(name))}"
+                f"packed has other {name} than this engine: {_difference(header.get(name), ours.get(name))}"
             )
             raise Refused("conflict", "packed", message=message, way_out=AGAIN)
     return edge, kind, salt
 
 
-def _difference(packed: object, own: object) -> str:
-    if isinstance(packed, list) and isinstance(own, list):
-        for theirs, ours in zip(packed, own, strict=False):
+def _difference(packed: object, expected: object) -> str:
+    if isinstance(packed, list) and isinstance(expected, list):
+        for theirs, ours in zip(packed, expected, strict=False):
             if theirs != ours:
                 return f"{shown(theirs)} for {shown(ours)}"
-        return f"{len(packed)} for {len(own)}"
-    return f"{shown(packed)} for {shown(own)}"
+        return f"{len(packed)} for {len(expected)}"
+    return f"{shown(packed)} for {shown(expected)}"

@@ -75,9 +75,9 @@ class PagePool:
 
     def swap(self, slot_id: int, index: int, page_id: int) -> None:
         """Let a slot hold a cached page of equal content in place of its own."""
-        own = int(self.table[slot_id, index])
+        old_page_id = int(self.table[slot_id, index])
         self._hold(slot_id, index, page_id)
-        self._leave([own])
+        self._leave([old_page_id])
 
     def keep(self, page_id: int) -> None:
         """The cache holds a page, which a slot holds and will not write again."""

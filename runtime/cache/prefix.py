@@ -191,19 +191,19 @@ class PrefixCache:
         if self._lacks_still(chain, spare_pages):
             return None
         may_hit = self.enabled and may_hit and not chain.alone
-        found = self._match(chain, known_len) if may_hit else Match([], None, 0, None, 0)
+        match = self._match(chain, known_len) if may_hit else Match([], None, 0, None, 0)
         if self.host is None:
-            return self._admit(chain, known_len, spare_pages, found)
-        with self.host.held(found.host):
-            start = self._admit(chain, known_len, spare_pages, found)
+            return self._admit(chain, known_len, spare_pages, match)
+        with self.host.held(match.host):
+            start = self._admit(chain, known_len, spare_pages, match)
         if start is not None:
             self.host.tick()
             if self.disk is not None:
                 self.disk.tier.tick()
         return start
 
-    def _admit(self, chain: Chain, known_len: int, spare_pages: int, found: Match) -> Start | None:
-        path, hit = found.path, found.hit
+    def _admit(self, chain: Chain, known_len: int, spare_pages: int, match: Match) -> Start | None:
+        path, hit = match.path, match.hit
         page_ids = [entry.page_id for entry in path]
         num_new = self.pages.count(known_len + 1) - len(path)
         num_waking = sum(self.pages.refs[page_id] == 0 for page_id in page_ids)
@@ -221,12 +221,12 @@ class PrefixCache:
             self.evictor.use(hit)
         grown = self.grow(slot_id, known_len + 1)
         assert grown, "fewer pages could be evicted than are idle"
-        start, load = found.start, 0
-        if found.host is not None and self.host is not None:
+        start, load = match.start, 0
+        if match.host is not None and self.host is not None:
             pages = self.pages.table[slot_id, len(path) : start // self.page_len].tolist()
-            load = self.host.load(found.host, len(path), pages, slot_id)
+            load = self.host.load(match.host, len(path), pages, slot_id)
         self.slots.edge[slot_id] = start
-        junction = found.junction if found.junction > start else 0
+        junction = match.junction if match.junction > start else 0
         began = [(hit, hit.slot_id)] if hit is not None and hit.slot_id else []
         is_stale = chain.alone or not self.enabled
         self._leases[slot_id] = Lease(chain, known_len, junction, path, began, is_stale)
@@ -235,7 +235,7 @@ class PrefixCache:
         self.statistics.num_hits += start > 0
         self.statistics.query_tokens += known_len
         self.statistics.hit_tokens += start
-        self.statistics.page_hit_tokens += found.cached_len
+        self.statistics.page_hit_tokens += match.cached_len
         return Start(slot_id, start, restore_from, load)
 
     def _lacks_still(self, chain: Chain, spare_pages: int) -> bool:
@@ -257,8 +257,8 @@ class PrefixCache:
         self.host.mover.hold(load)
 
     def _match(self, chain: Chain, known_len: int) -> Match:
-        most = reusable_len(known_len, self.page_len) // self.page_len
-        path, forks = self._tree.walk(chain, most, self.step)
+        max_pages = reusable_len(known_len, self.page_len) // self.page_len
+        path, forks = self._tree.walk(chain, max_pages, self.step)
         cached_len = len(path) * self.page_len
         edges = [entry.edge for entry in path if entry.slot_id] if self.hybrid else None
         start = hit_len(known_len, self.page_len, cached_len, edges)

@@ -99,13 +99,13 @@ class Tree:
         self.entries: dict[bytes, Entry] = {}
         self.roots: dict[bytes, Entry] = {}
 
-    def walk(self, chain: Chain, most: int, step: int) -> Walk:
+    def walk(self, chain: Chain, max_pages: int, step: int) -> Walk:
         """Follow a chain over at most so many pages, all published before this step."""
         path: list[Entry] = []
         node = self.roots.get(chain.root)
         if node is None or node.tokens != chain.salt:
             return Walk(path, False)
-        for index in range(most):
+        for index in range(max_pages):
             entry = self.entries.get(chain.key(index))
             if entry is None:
                 return Walk(path, bool(node.children))

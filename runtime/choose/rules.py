@@ -29,7 +29,7 @@ class Draws(NamedTuple):
     seed: torch.Tensor  # [L, 2] int64: low word, high word
     greedy: torch.Tensor  # [L] bool
     has_min_p: bool
-    most: int  # the greatest top_k but for lines that nothing filters; 0: nothing filters any
+    max_top_k: int  # the greatest top_k but for lines that nothing filters; 0: nothing filters any
 
     def part(self, span: slice) -> "Draws":
         """Some of the lines."""
@@ -89,10 +89,10 @@ def groups_of(rules: Sequence[Rule], device: torch.device) -> list[Group]:
             lines_of.setdefault(kinds_of(rule), []).append(line)
     groups = []
     for kind, lines in lines_of.items():
-        own = [rules[line] for line in lines]
+        group_rules = [rules[line] for line in lines]
         (at,) = upload(device, np.array(lines, np.int64))
-        edits = edits_of(own, device) if kind & EDITED else None
-        groups.append(Group(at, edits, draws_of(own, device) if kind & DRAWN else None))
+        edits = edits_of(group_rules, device) if kind & EDITED else None
+        groups.append(Group(at, edits, draws_of(group_rules, device) if kind & DRAWN else None))
     return groups
 
 
@@ -118,23 +118,23 @@ class RecentGroups:
 def draws_of(rules: Sequence[Rule], device: torch.device) -> Draws:
     """Draws of lines with these rules."""
     floats, whole = np.stack([r.numbers.floats for r in rules]), np.stack([r.numbers.whole for r in rules])
-    most = max((r.params.top_k or ALL for r in rules if kinds_of(r) & FILTERED), default=0)
+    max_top_k = max((r.params.top_k or ALL for r in rules if kinds_of(r) & FILTERED), default=0)
     made = upload(device, floats, whole)
-    return _draws(made[0], made[1], any(r.params.min_p for r in rules), most)
+    return _draws(made[0], made[1], any(r.params.min_p for r in rules), max_top_k)
 
 
 def edits_of(rules: Sequence[Rule], device: torch.device) -> Edits:
     """Edits of lines with these rules, in tables as wide as they need. A rule's lists go over once."""
     place = {rule: n for n, rule in enumerate(dict.fromkeys(rules))}
-    most = Sizes._make(map(max, zip(*(rule.lists.sizes for rule in place), strict=True)))
-    lists = np.stack([rule.lists.line(most) for rule in place])
+    max_sizes = Sizes._make(map(max, zip(*(rule.lists.sizes for rule in place), strict=True)))
+    lists = np.stack([rule.lists.line(max_sizes) for rule in place])
     whole = np.stack([rule.numbers.whole for rule in place])
     penalties = np.stack([rule.numbers.penalties for rule in place])
     if (penalties == (1, 0, 0)).all():
         penalties = penalties[:, :0]
-    own = np.array([place[rule] for rule in rules], np.int64)
-    line, *made = upload(device, own, whole, lists, penalties)
-    return _edits(made[0][line], made[1][line], made[2][line], most)
+    places = np.array([place[rule] for rule in rules], np.int64)
+    line, *made = upload(device, places, whole, lists, penalties)
+    return _edits(made[0][line], made[1][line], made[2][line], max_sizes)
 
 
 class RuleTable:
@@ -166,16 +166,16 @@ class RuleTable:
         for table, line in zip(tables, upload(self.device, *made), strict=True):
             table[slot_id].copy_(line)
 
-    def group(self, slot: torch.Tensor, edits: bool, most: int) -> Group:
-        """For lines of these slots [L]: all that may be drawn, and edited. most: as in Draws."""
+    def group(self, slot: torch.Tensor, edits: bool, max_top_k: int) -> Group:
+        """For lines of these slots [L]: all that may be drawn, and edited. max_top_k: as in Draws."""
         whole, floats = self._whole[slot], self._floats[slot]
-        draws = _draws(floats, whole, True, most)
+        draws = _draws(floats, whole, True, max_top_k)
         if not edits:
             return Group(None, None, draws)
         return Group(None, _edits(whole, self._lists[slot], self._penalties[slot], self.HELD), draws)
 
 
-def _draws(floats: torch.Tensor, whole: torch.Tensor, has_min_p: bool, most: int) -> Draws:
+def _draws(floats: torch.Tensor, whole: torch.Tensor, has_min_p: bool, max_top_k: int) -> Draws:
     top_k = whole[:, :1]
     return Draws(
         temperature=floats[:, :1],
@@ -185,7 +185,7 @@ def _draws(floats: torch.Tensor, whole: torch.Tensor, has_min_p: bool, most: int
         seed=whole[:, 1:3],
         greedy=top_k.squeeze(1) < 0,
         has_min_p=has_min_p,
-        most=most,
+        max_top_k=max_top_k,
     )
 
 

@@ -74,8 +74,8 @@ def _choose(
         scores = ops.edit(scores, *group.edits, slot, position, ids)
     if group.draws is None:
         return scores.argmax(-1)
-    *rules, has_min_p, most = group.draws
-    return ops.draw(scores, *rules, position, has_min_p, most)
+    *rules, has_min_p, max_top_k = group.draws
+    return ops.draw(scores, *rules, position, has_min_p, max_top_k)
 
 
 def broken(scores: torch.Tensor) -> torch.Tensor:

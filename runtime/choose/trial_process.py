@@ -19,7 +19,7 @@ from hemiola.runtime.choose.trial import TrialLimits
 from hemiola.runtime.errors import Refused
 
 CLOCKS = {signal.ITIMER_PROF: signal.SIGPROF, signal.ITIMER_REAL: signal.SIGALRM}
-MOST_WAIT = 12  # times the limit of processor time
+MAX_WAIT = 12  # times the limit of processor time
 STACK = 2**20  # bytes; the threads of the process that serves have twice as many, or more
 
 
@@ -46,7 +46,7 @@ def main() -> None:
 def _limit(seconds: float) -> None:
     """Of a processor; and a number of times as long for a process that gets none. 0: no limit."""
     signal.setitimer(signal.ITIMER_PROF, seconds)
-    signal.setitimer(signal.ITIMER_REAL, MOST_WAIT * seconds)
+    signal.setitimer(signal.ITIMER_REAL, MAX_WAIT * seconds)
 
 
 def _try(vocabulary: Vocabulary, line: str) -> None:

@@ -93,15 +93,15 @@ def _engine(engine_dir: Path | None, config: Path | None, options: Mapping[str, 
 
 def parse_variant(text: str) -> Mapping[str, object]:
     """Engine options from "drafts=none,prefix_cache=false"."""
-    found: dict[str, object] = {}
+    options: dict[str, object] = {}
     for part in text.split(","):
         name, equals, value = part.partition("=")
         name = name.strip().replace("-", "_")
         if not (name and equals and value.strip()):
             message = f"--compare {text!r} holds {part!r}"
             raise Refused("malformed", "compare", message=message, way_out="write NAME=VALUE,NAME=VALUE")
-        if name in found:
+        if name in options:
             message = f"--compare {text!r} gives {name} twice"
             raise Refused("conflict", "compare", message=message, way_out="keep one")
-        found[name] = read(ServeConfig, name, value.strip())
-    return found
+        options[name] = read(ServeConfig, name, value.strip())
+    return options

@@ -101,7 +101,7 @@ def layers_of(manifest: Manifest, prefix: str = "layers") -> list[DrawnLayer]:
 
 
 def _layer(manifest: Manifest, kind: str, prefix: str, names: Sequence[str]) -> DrawnLayer:
-    own = [name.removeprefix(prefix) for name in names if name.startswith(prefix)]
+    layer_names = [name.removeprefix(prefix) for name in names if name.startswith(prefix)]
     states = tuple(
         state.model_copy(update={"name": state.name.removeprefix(prefix)})
         for state in manifest.states
@@ -110,8 +110,8 @@ def _layer(manifest: Manifest, kind: str, prefix: str, names: Sequence[str]) -> 
     if not kind:
         kind = "attention" if any(state.kind == "page" for state in states) else "mlp"
     boxes = [Box(KINDS.get(kind, kind), COLOURS.get(kind, OTHER), adds=True, states=states)]
-    behind = [name for name in own if name.startswith("mlp.")]
-    if behind and any(name.startswith("mixer.") for name in own):
+    behind = [name for name in layer_names if name.startswith("mlp.")]
+    if behind and any(name.startswith("mixer.") for name in layer_names):
         experts = any("router" in name or "expert" in name for name in behind)
         boxes.append(Box(KINDS["moe" if experts else "mlp"], OTHER, adds=True))
     return DrawnLayer(tuple(boxes))
@@ -147,12 +147,12 @@ def held_by(states: Sequence[State], page_len: int) -> list[tuple[str, list[str]
     """For each kind of state that a layer owns, the lines of its box."""
     boxes = []
     for kind in ("slot", "page"):
-        own = [state for state in states if state.kind == kind]
-        if own and kind == "slot":
-            boxes.append((kind, [f"slot: {size(state_bytes(own, kind))} a request", *_shapes(own)]))
-        elif own:
-            each = state_bytes(own, kind) / page_len
-            boxes.append((kind, [f"pages: {size(each)} a token", *_shapes(own)]))
+        held = [state for state in states if state.kind == kind]
+        if held and kind == "slot":
+            boxes.append((kind, [f"slot: {size(state_bytes(held, kind))} a request", *_shapes(held)]))
+        elif held:
+            each = state_bytes(held, kind) / page_len
+            boxes.append((kind, [f"pages: {size(each)} a token", *_shapes(held)]))
     return boxes
 
 
@@ -215,7 +215,7 @@ class _Column:
 
     def drafts(self) -> None:
         """Who proposes tokens for the next step."""
-        manifest, most = self._manifest, self._manifest.limits.num_drafts
+        manifest, num_drafts = self._manifest, self._manifest.limits.num_drafts
         if manifest.drafts == "mtp":
             ring = tuple(state for state in manifest.states if state.name == "mtp.hidden")
             self._words("the trunk's hidden state, and the next token")
@@ -227,7 +227,9 @@ class _Column:
         else:
             self._words("token ids of the request so far")
             self._box(Box("prompt lookup", COLOURS["end"]))
-        self._words(f"up to {most} drafts: rows of the trunk's next step,\nwhich accepts or rejects them")
+        self._words(
+            f"up to {num_drafts} drafts: rows of the trunk's next step,\nwhich accepts or rejects them"
+        )
 
     def _layers(self, layers: Sequence[DrawnLayer]) -> None:
         for block in blocks_of(layers):

@@ -34,11 +34,11 @@ def inspect(
         refuse_picture(plot)
     config = made(ServeConfig, options)
     folder = only_engine(engine_dir, engine)
-    found = manifest.load(folder)
+    loaded = manifest.load(folder)
     if json:
-        print(dumps(described(folder, found, config), indent=1))
+        print(dumps(described(folder, loaded, config), indent=1))
     else:
-        show(folder, found, config)
+        show(folder, loaded, config)
     if plot is not None:
-        draw(plot, found)
+        draw(plot, loaded)
         print(f"drawn: {plot}", file=sys.stderr if json else sys.stdout)

@@ -80,7 +80,9 @@ def _has_fp8(engine: Manifest) -> bool:
 
 def computes_in(engine: Manifest) -> str:
     """Of engines for a GPU, which may be in either, kernels tell."""
-    kinds = " ".join(kind for own in engine.kernels for one in own.binaries for kind in one.binary.call.kinds)
+    kinds = " ".join(
+        kind for kernels in engine.kernels for one in kernels.binaries for kind in one.binary.call.kinds
+    )
     usual = ARCHS[split(engine.arch)[0]].dtype
     return "float32" if kinds and "bf16" not in kinds else usual
 

@@ -40,11 +40,11 @@ def takes(*groups: list[inspect.Parameter]) -> Callable[[Callable[..., None]], C
     checked, and what is refused is named as on the command line."""
 
     def extend(command: Callable[..., None]) -> Callable[..., None]:
-        own = list(inspect.signature(command).parameters.values())[:-1]
+        parameters = list(inspect.signature(command).parameters.values())[:-1]
         added = [parameter for group in groups for parameter in group]
         names = [parameter.name for parameter in added]
-        paths = [parameter.name for parameter in own + added if _is_path(parameter)]
-        named = {parameter.name: _named(parameter) for parameter in own + added}
+        paths = [parameter.name for parameter in parameters + added if _is_path(parameter)]
+        named = {parameter.name: _named(parameter) for parameter in parameters + added}
 
         @wraps(command)
         def run(*arguments: object, **options: object) -> None:
@@ -55,7 +55,9 @@ def takes(*groups: list[inspect.Parameter]) -> Callable[[Callable[..., None]], C
                 raise error.renamed(options_named(names)) from None
 
         run.__annotations__ = {}  # typer would believe them rather than the signature
-        vars(run)["__signature__"] = inspect.Signature([_for_typer(parameter) for parameter in own + added])
+        vars(run)["__signature__"] = inspect.Signature(
+            [_for_typer(parameter) for parameter in parameters + added]
+        )
         return run
 
     return extend

@@ -66,33 +66,33 @@ def serve(
     from hemiola.runtime.serving.launcher import Server
 
     engines, settings_of = read_models(models, engine_dirs(engine_dir, engine), model_name or [])
-    own, openai = made(ServerOptions, options), made(OpenaiOptions, options)
-    ports = Ports(own.http_port, own.grpc_port, own.metrics_port)
+    server_options, openai = made(ServerOptions, options), made(OpenaiOptions, options)
+    ports = Ports(server_options.http_port, server_options.grpc_port, server_options.metrics_port)
     _check(openai, ports)
     max_len = given(ServeConfig, options).get("max_len")
     max_lens = {name: settings_of.get(name, {}).get("max_len", max_len) for name in engines}
-    plan = FrontPlan(openai, max_lens, own.exit_timeout, own.host)
+    plan = FrontPlan(openai, max_lens, server_options.exit_timeout, server_options.host)
     server = Server(
         engines,
-        host=triton_host(own, plan),
-        grpc_host=grpc_host(own),
+        host=triton_host(server_options, plan),
+        grpc_host=grpc_host(server_options),
         ports=ports,
         options=given(ServeConfig, options) | given(ModelSettings, options),
         settings_of=settings_of,
         models_file=models,
         control_key=control_key,
-        hang_timeout_s=own.hang_timeout,
+        hang_timeout_s=server_options.hang_timeout,
         tritonserver=tritonserver,
         log_verbose=log_verbose,
-        start_timeout_s=own.start_timeout,
-        exit_timeout_s=own.exit_timeout,
+        start_timeout_s=server_options.start_timeout,
+        exit_timeout_s=server_options.exit_timeout,
         show=partial(show, not log_verbose, say, sys.stdout),
     )
     interrupt = once(SAME_S)
     for number in (signal.SIGINT, signal.SIGTERM):  # a script's background job starts with SIGINT ignored
         signal.signal(number, interrupt)
     try:
-        _serve(server, plan, own.restart)
+        _serve(server, plan, server_options.restart)
     except KeyboardInterrupt:  # before it was ready, or for the second time
         sys.exit(130)
     except RuntimeError as error:
@@ -168,22 +168,22 @@ class FrontPlan(NamedTuple):
         from hemiola.runtime.serving.openai.model import read_model
 
         limits = FrontLimits(asked.openai_max_requests, asked.openai_max_body, self.api_keys)
-        wanted = {name: most for name, most in self.max_lens.items() if isinstance(most, int)}
+        wanted = {name: max_len for name, max_len in self.max_lens.items() if isinstance(max_len, int)}
         models = {name: read_model(name, path, wanted.get(name)) for name, path in server.engines.items()}
         settings = {"limits": limits, "exit_timeout_s": self.exit_timeout_s}
         return Front(models, host=address_of(self.host), port=asked.openai_port, **settings)
 
 
-def triton_host(own: ServerOptions, plan: FrontPlan) -> str:
+def triton_host(options: ServerOptions, plan: FrontPlan) -> str:
     """Triton's doors ask for no key: where the OpenAI API does, they stay on this machine by default."""
-    if own.triton_host is not None:
-        return own.triton_host
-    return LOOPBACK if plan.options.openai_port is not None and plan.api_keys else own.host
+    if options.triton_host is not None:
+        return options.triton_host
+    return LOOPBACK if plan.options.openai_port is not None and plan.api_keys else options.host
 
 
-def grpc_host(own: ServerOptions) -> str:
+def grpc_host(options: ServerOptions) -> str:
     """A request at that door can end the server (docs/security.md): others reach it only if asked for."""
-    return LOOPBACK if own.triton_host is None else own.triton_host
+    return LOOPBACK if options.triton_host is None else options.triton_host
 
 
 def doors(server: "Server", front: "Front | None", api_keys: tuple[str, ...]) -> list[str]:

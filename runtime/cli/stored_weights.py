@@ -35,10 +35,10 @@ def stored_weights(engine_dir: Path, manifest: Manifest) -> list[StoredWeights]:
     for path in (engine_dir / file for file in manifest.weights_files(0)):  # other ranks have the same
         for name, num_bytes in _stored(path).items():
             key = (REST, "")
-            if (own := name.removesuffix(".scales")) in layouts:
-                key = (re.sub(r"layers\.\d+\.", "", own, count=1), described(layouts[own]))
+            if (weight := name.removesuffix(".scales")) in layouts:
+                key = (re.sub(r"layers\.\d+\.", "", weight, count=1), described(layouts[weight]))
                 number = re.search(r"layers\.(\d+)\.", name)
-                groups[key] += [int(number[1])] if number and name == own else []
+                groups[key] += [int(number[1])] if number and name == weight else []
             sizes[key] += num_bytes
     ordered = sorted(sizes, key=lambda key: (key[0] == REST, key))
     return [StoredWeights(name, sorted(groups[name, how]), how, sizes[name, how]) for name, how in ordered]

@@ -29,7 +29,7 @@ TRIED = (
     {"T": 7, "N": 3, "W": 5, "L": 2, "P": 11, "S": 13},
     {"T": 17, "N": 19, "W": 23, "L": 29, "P": 31, "S": 37},
 )
-MOST_WIDTH = 2**24  # numbers of one token in one value
+MAX_WIDTH = 2**24  # numbers of one token in one value
 MOST_PARTS = 1024  # of a value that is split
 SELECT = torch.ops.aten.index_select.default
 PLAIN = "as it is"  # a weight that no form packs
@@ -206,9 +206,9 @@ class _Trial:
                     self._see(part, PLAIN)
                 if part in self._states and not (arg and arg.mutated):
                     raise ValueError(f"{node.name} reads {part}, a state, which no op of ours changes there")
-                found = self._numbers.get(part) if isinstance(part, Node) else None
-                if found != wanted and not (wanted == "expert_ids" and _route(part) is not None):
-                    raise ValueError(f"{node.name} has {found or part} for its {wanted or 'argument'}")
+                kind = self._numbers.get(part) if isinstance(part, Node) else None
+                if kind != wanted and not (wanted == "expert_ids" and _route(part) is not None):
+                    raise ValueError(f"{node.name} has {kind or part} for its {wanted or 'argument'}")
 
     def _check_op(self, node: Node, op: Op, args: list[Any]) -> None:
         """Its arguments, its attributes, its form, and in which layout the form gets weights."""
@@ -253,14 +253,14 @@ class _Trial:
 
     def _check_layout(self, node: Any, pack: Any, group: Layout | None) -> None:
         """A packed weight is what packing one of the declared shape makes: a group, its dtype or bfloat16."""
-        declared, found = self._values[node], self._weights[node]
+        declared, weight = self._values[node], self._weights[node]
         self._see(node, PLAIN if pack is None else f"{pack.__module__}.{pack.__qualname__}, {group}")
         if group is not None and pack is not None:
-            _same(f"{node.name}, a weight", found, pack(WeightGroup.empty(group, tuple(declared.shape))))
+            _same(f"{node.name}, a weight", weight, pack(WeightGroup.empty(group, tuple(declared.shape))))
         elif pack is not None:
             packed = [pack(declared.to(dtype)) for dtype in (declared.dtype, torch.bfloat16)]
-            kind = next((made for made in packed if made.dtype == found.dtype), packed[0])
-            _same(f"{node.name}, a weight", found, kind)
+            kind = next((made for made in packed if made.dtype == weight.dtype), packed[0])
+            _same(f"{node.name}, a weight", weight, kind)
 
     def _see(self, node: Any, layout: str) -> None:
         if self._seen.setdefault(node, layout) != layout:
@@ -304,7 +304,7 @@ class _Trial:
         for part in made if isinstance(made, (list, tuple)) else [made]:
             if not isinstance(part, torch.Tensor):
                 raise ValueError(f"{node.name} is {type(part).__name__}, no tensor")
-            if part.numel() > MOST_WIDTH * max(self._sizes.values()):
+            if part.numel() > MAX_WIDTH * max(self._sizes.values()):
                 raise ValueError(f"{node.name} is {_told(part)}, which no step needs")
         declared = node.meta.get("val")
         if isinstance(declared, torch.Tensor):

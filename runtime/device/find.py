@@ -66,8 +66,8 @@ def _check_peers(engine_dir: Path, num_ranks: int) -> None:
 
 
 def _kind_of(number: int) -> str:
-    found = torch.cuda.get_device_properties(number)
-    return f"{found.name} with {found.total_memory / 2**30:.1f} GiB"
+    properties = torch.cuda.get_device_properties(number)
+    return f"{properties.name} with {properties.total_memory / 2**30:.1f} GiB"
 
 
 def _dotted(capability: tuple[int, int]) -> str:

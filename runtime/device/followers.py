@@ -93,23 +93,23 @@ class FollowerProcesses:
     def _start(self, engine_dir: Path, rank: int) -> _Follower:
         """It inherits the memory and its bell, and ends when its stdin does."""
         bell = os.eventfd(0)
-        own = environment()
+        variables = environment()
         if self._on_gpus:
-            own[VISIBLE] = visible_from(rank)
+            variables[VISIBLE] = visible_from(rank)
         process = subprocess.Popen(
             COMMAND,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             pass_fds=(self.memory.fd, bell),
-            env=own,
+            env=variables,
             process_group=0,  # Ctrl-C is the leader's to handle
             text=True,
         )
-        found = _Follower(rank, process, bell)
+        follower = _Follower(rank, process, bell)
         job = {"rank": rank, "size": self.memory.size, "bell": bell, "leader": os.getpid()}
         job |= {"memory": self.memory.fd, "token": self.memory.token}
-        self._tell(found, job | {"engine_dir": str(engine_dir.resolve())})
-        return found
+        self._tell(follower, job | {"engine_dir": str(engine_dir.resolve())})
+        return follower
 
     def opened(self) -> int:
         """Each has read the manifest and looked at its memory: the least that one has free, in bytes."""
@@ -232,8 +232,8 @@ class FollowerProcesses:
         """Digests of steps that leader and follower have both done."""
         for one in self._followers:
             for number, value in self.memory.digests(one.rank):
-                own = self._digests.get(number)
-                if own is not None and own != value:
+                expected = self._digests.get(number)
+                if expected is not None and expected != value:
                     self._lose(f"rank {one.rank} differs from the leader behind step {number}: its ledger")
         seen = min((int(self.memory.of(one.rank)[LANDED]) for one in self._followers), default=0)
         for number in [number for number in [*self._digests] if number < seen - 1000]:
@@ -253,9 +253,9 @@ class FollowerProcesses:
                 if silence.of(one.rank, int(self.memory.of(one.rank)[BEAT]), passed) > SILENT:
                     self._lose(f"rank {one.rank} has not moved for {SILENT:g} seconds")
                     return
-            found = (self._done, *self.memory.moves())
-            stuck = stuck + passed if found == moves and self._is_busy else 0.0
-            moves = found
+            moves_now = (self._done, *self.memory.moves())
+            stuck = stuck + passed if moves_now == moves and self._is_busy else 0.0
+            moves = moves_now
             if stuck > STUCK:
                 self._lose(f"no rank has moved in step {self._launched} for {STUCK:g} seconds")
                 return

@@ -49,8 +49,8 @@ def bind_scores(segment: Segment, weights: Mapping[str, torch.Tensor]) -> Logits
 def _bound(
     call: HeadCall, segment: Segment, weights: Mapping[str, torch.Tensor]
 ) -> Callable[..., torch.Tensor]:
-    op, own = OPS[call.op], [weights[name] for name in call.weights]
+    op, tensors = OPS[call.op], [weights[name] for name in call.weights]
     named = zip((arg.name for arg in op.args[1:]), call.weights, strict=True)
     layouts = {name: Layout.parse(segment.layouts[w]) for name, w in named if w in segment.layouts}
     form = op.bind(call.form, call.sizes, layouts)
-    return lambda lines: form(lines, *own)
+    return lambda lines: form(lines, *tensors)

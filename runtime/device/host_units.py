@@ -25,7 +25,7 @@ from hemiola.runtime.device.transfer import upload_ints
 from hemiola.runtime.processes import only_here
 
 AT_ONCE = 2**27  # bytes of the device that a copy may take in between
-MOST_LEAVING = 2**29  # bytes of the device that wait to be copied; beyond that, steps wait for them
+MAX_LEAVING = 2**29  # bytes of the device that wait to be copied; beyond that, steps wait for them
 SHARE = 1024  # of a device's memory one of so many parts for a copy in between, and four for what is leaving
 
 
@@ -58,7 +58,7 @@ class HostUnits:
         self._num_marks = 0
         memory = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else 2**63
         self._at_once = min(AT_ONCE, memory // SHARE)
-        self._most_leaving = min(MOST_LEAVING, 4 * memory // SHARE)
+        self._most_leaving = min(MAX_LEAVING, 4 * memory // SHARE)
         self._own_bytes = self._pages.width  # this rank's, of a unit
         self.unit_bytes = share.size * self._own_bytes
         self.num_units = num_bytes // self.unit_bytes
@@ -133,9 +133,9 @@ class HostUnits:
     def _parts(
         self, page_ids: Sequence[int], units: Sequence[int]
     ) -> Iterator[tuple[Sequence[int], Sequence[int]]]:
-        most = max(1, self._at_once // self._own_bytes)
-        for first in range(0, len(page_ids), most):
-            yield page_ids[first : first + most], units[first : first + most]
+        at_once = max(1, self._at_once // self._own_bytes)
+        for first in range(0, len(page_ids), at_once):
+            yield page_ids[first : first + at_once], units[first : first + at_once]
 
     def _save(self, content: torch.Tensor, units: Sequence[int]) -> None:
         """content: [len(units), bytes of a page] on the device."""

@@ -54,8 +54,8 @@ def _kernel(engine_dir: Path, name: str) -> Kernel:
     kernel = None
     if KERNEL.fullmatch(name):
         op, _, entry = name.rpartition(".")
-        own = (form.name for form in OPS[op].forms if form.device == "cuda") if op in OPS else ()
-        for form in ("cuda", *own):
+        forms = (form.name for form in OPS[op].forms if form.device == "cuda") if op in OPS else ()
+        for form in ("cuda", *forms):
             with suppress(ImportError):
                 kernel = kernel or getattr(import_module(f"hemiola.plugins.{op}.{form}"), entry, None)
     if not isinstance(kernel, Kernel):

@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 import torch
 
-MOST_PLACING = 1  # second halves beside which the next copy runs; each holds memory of the device
+MAX_PLACING = 1  # second halves beside which the next copy runs; each holds memory of the device
 
 
 class Mark:
@@ -61,12 +61,12 @@ class Lane:
         event = torch.cuda.Event()
         event.record(self._places)
         self._placing.append((event, content))
-        self._let_place(MOST_PLACING)
+        self._let_place(MAX_PLACING)
 
-    def _let_place(self, most: int) -> None:
+    def _let_place(self, num_left: int) -> None:
         """Copies from now on run behind second halves, but for so many, and may use their memory."""
         assert self._stream is not None
-        while len(self._placing) > most:
+        while len(self._placing) > num_left:
             event, _ = self._placing.popleft()
             self._stream.wait_event(event)
 

@@ -24,8 +24,8 @@ class StateLines:
             span = slice(start, start + state.shape[1])
             start = span.stop
             if self.width % WORD == span.start % WORD == span.stop % WORD == 0:
-                own = slice(span.start // WORD, span.stop // WORD)
-                self._words.append((own, state.view(torch.int64)))
+                words = slice(span.start // WORD, span.stop // WORD)
+                self._words.append((words, state.view(torch.int64)))
             else:
                 self._bytes.append((span, state))
 

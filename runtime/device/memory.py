@@ -164,16 +164,16 @@ def close_all(held: ExitStack) -> None:
 
 
 def free_bytes_of_host(
-    meminfo: Path = Path("/proc/meminfo"), root: Path = cgroups.ROOT, own: Path = cgroups.OWN
+    meminfo: Path = Path("/proc/meminfo"), root: Path = cgroups.ROOT, cgroup_file: Path = cgroups.OWN
 ) -> int:
     """Memory that can be taken without swapping, within the limits of our control groups."""
     free = int(_fields(meminfo)["MemAvailable:"]) * 1024
-    for group in cgroups.folders("memory", root, own):
+    for group in cgroups.folders("memory", root, cgroup_file):
         for limit, usage, cached in _LIMITS:
             with suppress(OSError, ValueError):  # "max" is no number
-                most = int((group / limit).read_text())
+                max_bytes = int((group / limit).read_text())
                 kept = int((group / usage).read_text()) - int(_fields(group / "memory.stat")[cached])
-                free = min(free, most - kept)
+                free = min(free, max_bytes - kept)
     return max(free, 0)
 
 

@@ -37,7 +37,7 @@ DTYPES = {name_of(dtype): dtype for dtype in (*FLOATS, torch.uint8, torch.int32,
 NAME = re.compile(r"[A-Za-z][A-Za-z0-9_]{0,199}")
 MOST_BYTES = 2**23  # of a program; one of 100 layers has less than 2**20
 MOST_LINES = 2**14  # the memory of a step is planned in the square of them; one of 100 layers has some 4,000
-MOST_DIMS = 8
+MAX_DIMS = 8
 MOST_SIZE = 2**31 - 1
 
 
@@ -60,8 +60,8 @@ def _lines(graph: Graph) -> Iterator[str]:
 def _called(node: Node) -> str:
     if node.op != "call_function":
         return "" if node.op == "placeholder" else node.op
-    own = isinstance(node.target, torch._ops.OpOverload)
-    return str(node.target) if own else f"{OPERATOR}.{node.target.__name__}"  # type: ignore[union-attr]
+    is_overload = isinstance(node.target, torch._ops.OpOverload)
+    return str(node.target) if is_overload else f"{OPERATOR}.{node.target.__name__}"  # type: ignore[union-attr]
 
 
 def _written(value: Any) -> Any:
@@ -208,7 +208,7 @@ def _tensor(dtype: Any, sizes: Any) -> torch.Tensor:
             known = _dtype(name)
         case _:
             raise ValueError(f"{shown(dtype)} is no dtype")
-    if not isinstance(sizes, list) or len(sizes) > MOST_DIMS or not all(map(_is_size, sizes)):
+    if not isinstance(sizes, list) or len(sizes) > MAX_DIMS or not all(map(_is_size, sizes)):
         raise ValueError(f"{shown(sizes)} are no sizes of a tensor")
     return torch.empty([size or 0 for size in sizes], dtype=known, device="meta")
 

@@ -93,19 +93,19 @@ class SharedMemory:
     def post(self, rank: int, digest: Digest) -> None:
         """For the leader to look at."""
         place = DIGESTS + 2 * (digest.number % NUM_DIGESTS)
-        own = self.of(rank)
-        own[place] = 0  # who reads meanwhile finds none, or another number behind the value than before it
-        own[place + 1] = digest.value
-        own[place] = digest.number
+        words = self.of(rank)
+        words[place] = 0  # who reads meanwhile finds none, or another number behind the value than before it
+        words[place + 1] = digest.value
+        words[place] = digest.number
 
     def digests(self, rank: int) -> list[Digest]:
         """The last ones that a rank has posted."""
-        own, found = self.of(rank), []
+        words, digests = self.of(rank), []
         for place in range(DIGESTS, DIGESTS + 2 * NUM_DIGESTS, 2):
-            digest = Digest(int(own[place]), int(own[place + 1]))
-            if digest.number and digest.number == own[place]:
-                found.append(digest)
-        return found
+            digest = Digest(int(words[place]), int(words[place + 1]))
+            if digest.number and digest.number == words[place]:
+                digests.append(digest)
+        return digests
 
     def moves(self) -> tuple[int, ...]:
         """What changes as long as some rank gets on."""
@@ -133,6 +133,6 @@ def _first_unit(size: int) -> int:
 def digest_of(ids: torch.Tensor, lengths: torch.Tensor, slot_ids: list[int]) -> torch.Tensor:
     """64 bits of what a ledger says of these slots: ids [S, W], lengths [4, S]."""
     slots = upload_ints(ids.device, slot_ids)
-    found = torch.cat((ids[slots].to(torch.int64), lengths[:, slots].T), 1).flatten()
-    places = torch.arange(1, len(found) + 1, device=ids.device)
-    return ((found + 1) * (places * -7046029254386353131)).sum()  # wraps around
+    numbers = torch.cat((ids[slots].to(torch.int64), lengths[:, slots].T), 1).flatten()
+    places = torch.arange(1, len(numbers) + 1, device=ids.device)
+    return ((numbers + 1) * (places * -7046029254386353131)).sum()  # wraps around

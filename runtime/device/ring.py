@@ -53,7 +53,7 @@ class RecordReader:
     """A follower's side."""
 
     def __init__(self, memory: SharedMemory, rank: int, bell: int) -> None:
-        self._memory, self._own, self._bell = memory, memory.of(rank), bell
+        self._memory, self._counters, self._bell = memory, memory.of(rank), bell
         self._rung = select.poll()  # select() takes no descriptor from 1024 on
         self._rung.register(bell, select.POLLIN)
         self._known = 0  # bytes that are there
@@ -66,7 +66,7 @@ class RecordReader:
     def _take(self, size: int) -> bytes:
         parts = []
         while size:
-            done = int(self._own[READ])
+            done = int(self._counters[READ])
             while self._known == done:
                 self._rung.poll()
                 os.eventfd_read(self._bell)
@@ -74,6 +74,6 @@ class RecordReader:
             start = done % RING
             count = min(size, self._known - done, RING - start)
             parts.append(self._memory.ring[start : start + count].tobytes())
-            self._own[READ] = done + count
+            self._counters[READ] = done + count
             size -= count
         return b"".join(parts)

@@ -261,8 +261,8 @@ class Session:
     @property
     def recordings(self) -> "list[Record]":
         """Trunk and head as parts of a CPU's step: from their inputs to logits and hidden states. Or none."""
-        found = [p.record for p in (self._trunk, self._draft) if p.record is not None]
-        return found if len(found) == 2 else []
+        records = [p.record for p in (self._trunk, self._draft) if p.record is not None]
+        return records if len(records) == 2 else []
 
     @property
     def slowest(self) -> Callable[..., list[float]] | None:
@@ -315,17 +315,17 @@ def load_weights(
         message = f"{engine_dir} draws {manifest.drawn_bytes} bytes of random weights, and {free} are free"
         raise Refused("exhausted", message=message, way_out="use a larger machine")
     try:
-        found: dict[str, torch.Tensor] = {}
+        weights: dict[str, torch.Tensor] = {}
         for name in wanted.keys() & drawn.keys():
-            found[name] = draw(f"{name}@{rank}" if drawn[name].ranked else name, drawn[name], device)
+            weights[name] = draw(f"{name}@{rank}" if drawn[name].ranked else name, drawn[name], device)
         for path in (engine_dir / file for file in manifest.weights_files(rank)):
             with safe_open(path, framework="pt", device=str(device)) as file:
-                for name in wanted.keys() & {*file.keys()} - found.keys():
-                    report("opening weights", len(found), len(wanted))
-                    found[name] = file.get_tensor(name)
-        if missing := sorted(wanted.keys() - found.keys()):
+                for name in wanted.keys() & {*file.keys()} - weights.keys():
+                    report("opening weights", len(weights), len(wanted))
+                    weights[name] = file.get_tensor(name)
+        if missing := sorted(wanted.keys() - weights.keys()):
             raise ValueError(f"it has no {missing[0]}")
-        return {name: found[name] for name in wanted}
+        return {name: weights[name] for name in wanted}
     except (SafetensorError, KeyError, ValueError, OverflowError) as error:
         message = f"{path} cannot be read ({one_line(error)})"
         raise Refused("damaged", message=message, way_out="run build-engine again") from None

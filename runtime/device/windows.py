@@ -30,10 +30,10 @@ class Windows:
             raise Refused("not_found", message=message, way_out=f"run {install('cuda')}") from None
         self._driver, self._rank, self._device = driver, rank, device
         torch.empty(1, device=device)  # a context
-        self._own, self._opened, self._memory = 0, list[int](), memory
+        self._window, self._opened, self._memory = 0, list[int](), memory
         try:
-            self._own = driver.allocate(window_bytes(memory.size))
-            self.handle = driver.handle_of(self._own)
+            self._window = driver.allocate(window_bytes(memory.size))
+            self.handle = driver.handle_of(self._window)
             self._stop = driver.map_host(memory.address, HEAD)
         except driver.DriverError as error:
             self.close()
@@ -41,24 +41,27 @@ class Windows:
 
     def open(self, handles: list[bytes]) -> torch.Tensor:
         """The group that ops get. handles: of all ranks."""
-        found = []
+        addresses = []
         for rank, handle in enumerate(handles):
             if rank == self._rank:
-                found.append(self._own)
+                addresses.append(self._window)
                 continue
             try:
-                found.append(self._driver.open_handle(handle))
+                addresses.append(self._driver.open_handle(handle))
             except self._driver.DriverError as error:
                 raise _refused(rank, error) from None
-            self._opened.append(found[-1])
-        return make_group(self._rank, found, 0, self._stop).to(self._device)
+            self._opened.append(addresses[-1])
+        return make_group(self._rank, addresses, 0, self._stop).to(self._device)
 
     def close(self) -> None:
         """Nobody writes there any more. Safe to call twice."""
-        opened, own, self._opened, self._own = self._opened, self._own, [], 0
+        opened, window, self._opened, self._window = self._opened, self._window, [], 0
         calls = [partial(self._driver.close_handle, address) for address in opened]
-        if own:
-            calls += [partial(self._driver.unmap_host, self._memory.address), partial(self._driver.free, own)]
+        if window:
+            calls += [
+                partial(self._driver.unmap_host, self._memory.address),
+                partial(self._driver.free, window),
+            ]
         with torch.cuda.device(self._device):
             for call in calls:
                 with suppress(self._driver.DriverError):  # the device is lost, or it was not mapped

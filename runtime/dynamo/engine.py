@@ -136,9 +136,9 @@ class DynamoEngine:
             yield PROBED
             return
         self._check_room(llm, meter)
-        own = self._running[context.id()] = _Running(llm.abort)
+        running = self._running[context.id()] = _Running(llm.abort)
         try:
-            asked = await self._submit(llm, request, pieces.put, own)
+            asked = await self._submit(llm, request, pieces.put, running)
             meter.taken(len(asked.prompt))
             link, scores = link_of(len(asked.prompt)), None
             while True:
@@ -147,9 +147,9 @@ class DynamoEngine:
                 if piece.finish_reason is None:
                     yield chunk_of(piece, link)
                     continue
-                own.outcome = OUTCOMES[piece.finish_reason]
+                running.outcome = OUTCOMES[piece.finish_reason]
                 if piece.metrics is not None:
-                    measure(meter, piece.metrics, len(asked.output_ids), own.outcome == "success")
+                    measure(meter, piece.metrics, len(asked.output_ids), running.outcome == "success")
                 self._check(llm, piece)
                 is_long = scores is not None  # tens of thousands of them: other streams do not wait
                 make = partial(last_chunk, piece, scores)
@@ -159,23 +159,25 @@ class DynamoEngine:
                 yield chunk
                 return
         finally:
-            if self._running.get(context.id()) is own:
+            if self._running.get(context.id()) is running:
                 del self._running[context.id()]
-            own.leave()
-            meter.ended(own.outcome)
+            running.leave()
+            meter.ended(running.outcome)
 
     async def abort(self, context: Context) -> None:
         """The caller has left."""
-        own = self._running.get(context.id())
-        if own is not None:
-            own.leave()
+        running = self._running.get(context.id())
+        if running is not None:
+            running.leave()
 
     def _opened(self) -> LLM:
         if self._llm is None:
             raise self._errors.lost("the engine is not open")
         return self._llm
 
-    async def _submit(self, llm: LLM, request: Mapping[str, Any], put: OnPiece, own: _Running) -> Submission:
+    async def _submit(
+        self, llm: LLM, request: Mapping[str, Any], put: OnPiece, running: _Running
+    ) -> Submission:
         handover = self._handover
         try:
             given = handover.asked(request) if handover else request
@@ -185,7 +187,7 @@ class DynamoEngine:
             prompt, output_ids, params = asked
 
             def submit() -> None:
-                own.submitted(llm.submit(prompt, params, put, output_ids=output_ids, wants_text=False))
+                running.submitted(llm.submit(prompt, params, put, output_ids=output_ids, wants_text=False))
 
             if params.structured_outputs is None:
                 submit()
@@ -193,14 +195,14 @@ class DynamoEngine:
                 await asyncio.to_thread(submit)  # it waits for the grammar
             return asked
         except Refused as error:
-            own.outcome = "error" if error.code == "closed" else "invalid"
+            running.outcome = "error" if error.code == "closed" else "invalid"
             kind = self._errors.lost if error.code == "closed" else self._errors.invalid
             raise kind(str(error)) from None
         except Failed as error:
-            own.outcome = "error"
+            running.outcome = "error"
             raise self._errors.lost(str(error)) from None
         except Busy as error:
-            own.outcome = "rejected"
+            running.outcome = "rejected"
             raise self._errors.failed(str(error)) from None
 
     async def _is_at_work(self, llm: LLM) -> bool:
@@ -268,10 +270,10 @@ class DynamoEngine:
             if reason:
                 self._on_lost(reason)
                 return
-            found = Snapshot.of(load, llm.reuse)
-            if self._load_publisher is not None and found != last:
-                self._load_publisher.publish(0, found)
-                last = found
+            snapshot = Snapshot.of(load, llm.reuse)
+            if self._load_publisher is not None and snapshot != last:
+                self._load_publisher.publish(0, snapshot)
+                last = snapshot
             await asyncio.sleep(WATCH_S)
 
     def _why_lost(self, load: Load, awake_s: float) -> str:

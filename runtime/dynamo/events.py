@@ -13,7 +13,7 @@ import numpy as np
 from hemiola.runtime.cache.tree import Entry
 
 log = logging.getLogger("hemiola")
-MOST_EVENTS = 256  # of a batch
+MAX_EVENTS = 256  # of a batch
 MOST_WAITING = 2**14  # changes; more are dropped where Dynamo does not take them
 CLOSE_S = 5.0
 
@@ -127,7 +127,7 @@ class CacheEvents:
     def _batches(self) -> Iterator[list[_Change]]:
         while True:
             batch = [self._changes.get()]
-            while batch[-1] is not None and len(batch) < MOST_EVENTS:
+            while batch[-1] is not None and len(batch) < MAX_EVENTS:
                 try:
                     batch.append(self._changes.get_nowait())
                 except Empty:

@@ -53,7 +53,7 @@ def _best(score: Logprob) -> list[dict[str, Any]]:
 
 
 def _of_prompt(score: Logprob) -> dict[str, Any]:
-    found = {
+    top = {
         str(token_id): {"logprob": logprob, "rank": n} for n, (token_id, logprob) in enumerate(score.top, 1)
     }
-    return {str(score.token_id): {"logprob": score.logprob}} | found
+    return {str(score.token_id): {"logprob": score.logprob}} | top

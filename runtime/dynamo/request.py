@@ -81,9 +81,9 @@ def read_request(request: Fields, max_len: int, min_priority: int) -> Submission
 
 
 def _part(request: Fields, name: str) -> Fields:
-    found = request.get(name) or {}
-    _refuse_unserved(name, found)
-    return found
+    part = request.get(name) or {}
+    _refuse_unserved(name, part)
+    return part
 
 
 def _refuse_unserved(part: str, values: Fields) -> None:
@@ -128,13 +128,13 @@ def _priority(routing: Fields, least: int) -> int:
 
 def _sampling(options: Fields) -> dict[str, Any]:
     """Temperature is 1 unless given, as OpenAI has it."""
-    found: dict[str, Any] = {"temperature": 1.0}
-    found |= {name: as_written(options[name]) for name in FLOATS if options.get(name) is not None}
+    sampling: dict[str, Any] = {"temperature": 1.0}
+    sampling |= {name: as_written(options[name]) for name in FLOATS if options.get(name) is not None}
     if options.get("top_k") is not None:
-        found["top_k"] = max(0, options["top_k"])  # -1: all
+        sampling["top_k"] = max(0, options["top_k"])  # -1: all
     if options.get("seed") is not None:
-        found["seed"] = options["seed"]
-    return found
+        sampling["seed"] = options["seed"]
+    return sampling
 
 
 def as_written(value: float) -> float:

@@ -37,19 +37,19 @@ class _Loss:
         os.kill(os.getpid(), signal.SIGTERM)
 
 
-def run_worker(engine_dir: Path, own: WorkerOptions, options: Mapping[str, Any], say: Say) -> None:
+def run_worker(engine_dir: Path, worker: WorkerOptions, options: Mapping[str, Any], say: Say) -> None:
     """Raises Refused or Failed. A lost engine ends the process at once, with status 1: it may hang."""
     binding, lost = load_binding(), _Loss()
     _check_system_port()
-    store = _store(own)
-    hand_over = partial(Handover, own=own) if _hands_over(own, options) else None
+    store = _store(worker)
+    hand_over = partial(Handover, own=worker) if _hands_over(worker, options) else None
     card = make_card(engine_dir, manifests.load(engine_dir))
     open_llm = partial(LLM, engine_dir, progress=True, **options)
-    register = partial(_register, binding, card, own, say)
-    bounds = WorkerBounds(own.min_priority, own.hang_timeout, own.max_queue)
+    register = partial(_register, binding, card, worker, say)
+    bounds = WorkerBounds(worker.min_priority, worker.hang_timeout, worker.max_queue)
     engine = DynamoEngine(open_llm, register, binding.errors, bounds, lost, hand_over, store)
     try:
-        asyncio.run(_run(binding, engine, card, own))
+        asyncio.run(_run(binding, engine, card, worker))
     except Exception as error:
         raise engine.error or Failed(f"Dynamo's worker ended: {one_line(error)}") from None
     finally:
@@ -72,10 +72,10 @@ def _check_system_port() -> None:
         raise Refused("in_use", message=message, way_out="choose another port") from None
 
 
-def _store(own: WorkerOptions) -> Path | None:
+def _store(worker: WorkerOptions) -> Path | None:
     """The folder of discovery by files. Raises Refused where it cannot be written: an engine may take minutes
     to open before Dynamo says so."""
-    backend = own.discovery_backend or os.environ.get("DYN_DISCOVERY_BACKEND")
+    backend = worker.discovery_backend or os.environ.get("DYN_DISCOVERY_BACKEND")
     folder = os.environ.get("DYN_FILE_KV")
     if backend != "file" or not folder:
         return None
@@ -89,9 +89,9 @@ def _store(own: WorkerOptions) -> Path | None:
     return Path(folder)
 
 
-def _hands_over(own: WorkerOptions, options: Mapping[str, Any]) -> bool:
+def _hands_over(worker: WorkerOptions, options: Mapping[str, Any]) -> bool:
     """Raises Refused where prefixes have no way from one worker to another."""
-    mode = own.disaggregation_mode
+    mode = worker.disaggregation_mode
     if mode == "agg":
         return False
     if not options.get("host_cache_bytes"):
@@ -113,29 +113,29 @@ def _hands_over(own: WorkerOptions, options: Mapping[str, Any]) -> bool:
     return True
 
 
-async def _run(binding: Binding, engine: DynamoEngine, card: Path, own: WorkerOptions) -> None:
+async def _run(binding: Binding, engine: DynamoEngine, card: Path, worker: WorkerOptions) -> None:
     backend = binding.backend
-    runtime = backend.RuntimeConfig(own.discovery_backend, own.request_plane, own.event_plane)
+    runtime = backend.RuntimeConfig(worker.discovery_backend, worker.request_plane, worker.event_plane)
     config = backend.WorkerConfig(
-        namespace=own.namespace,
-        component=own.component,
+        namespace=worker.namespace,
+        component=worker.component,
         endpoint=ENDPOINT,
         model_name=str(card),
-        served_model_name=own.model_name,
+        served_model_name=worker.model_name,
         model_input=binding.tokens,
         endpoint_types="chat,completions",
-        tool_call_parser=own.tool_call_parser,
-        reasoning_parser=own.reasoning_parser,
-        disaggregation_mode=getattr(backend.DisaggregationMode, MODES[own.disaggregation_mode]),
+        tool_call_parser=worker.tool_call_parser,
+        reasoning_parser=worker.reasoning_parser,
+        disaggregation_mode=getattr(backend.DisaggregationMode, MODES[worker.disaggregation_mode]),
         runtime=runtime,
     )
     await backend.Worker(engine, config, asyncio.get_running_loop()).run()
 
 
-def _register(binding: Binding, card: Path, own: WorkerOptions, say: Say, llm: LLM) -> object:
+def _register(binding: Binding, card: Path, worker: WorkerOptions, say: Say, llm: LLM) -> object:
     """What frontends learn of the worker."""
     config, backend = llm.config, binding.backend
-    say(f"open: {own.model_name} joins as {own.namespace}.{own.component}.{ENDPOINT}")
+    say(f"open: {worker.model_name} joins as {worker.namespace}.{worker.component}.{ENDPOINT}")
     sizes = backend.LlmRegistration(
         context_length=config.max_len,
         kv_cache_block_size=config.page_len,
@@ -143,4 +143,4 @@ def _register(binding: Binding, card: Path, own: WorkerOptions, say: Say, llm: L
         max_num_seqs=config.max_rows,
         max_num_batched_tokens=config.max_step_tokens,
     )
-    return backend.EngineConfig(model=str(card), served_model_name=own.model_name, llm=sizes)
+    return backend.EngineConfig(model=str(card), served_model_name=worker.model_name, llm=sizes)

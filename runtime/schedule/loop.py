@@ -223,11 +223,11 @@ class Loop:
         """Let act run in the loop's thread between two steps; returns or raises what it does. Raises Refused
         when the engine is closed, or when that thread itself asks."""
         self.check_may_wait()
-        found = self._inbox.look(act)
+        future = self._inbox.look(act)
         try:
-            return found.result()
+            return future.result()
         except BaseException:  # also Ctrl-C: who called knows that it is done, and what must be given back
-            wait([found])
+            wait([future])
             raise
 
     def check_may_wait(self) -> None:

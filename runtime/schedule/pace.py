@@ -38,17 +38,17 @@ class LinearFit:
     """
 
     def __init__(self, guess: Sequence[float]) -> None:
-        self._found = list(guess)  # at first as shares of a first observation
+        self._weights = list(guess)  # at first as shares of a first observation
         self._known = [[0.05 * (i == j) for j in range(len(guess))] for i in range(len(guess))]
         self.scale = 0.0
 
     def begin(self, seen: Sequence[float], seconds: float) -> None:
         """The guess gets its unit: so long is what was seen, if its shares are right."""
-        self.scale = seconds / max(sum(map(operator.mul, self._found, seen)), 1e-9)
-        self._found = [share * self.scale for share in self._found]
+        self.scale = seconds / max(sum(map(operator.mul, self._weights, seen)), 1e-9)
+        self._weights = [share * self.scale for share in self._weights]
 
     def observe(self, seen: Sequence[float], seconds: float) -> None:
-        usual = sum(map(operator.mul, self._found, seen))
+        usual = sum(map(operator.mul, self._weights, seen))
         if usual > 0:
             seconds = min(seconds, 2 * usual)  # the machine was busy with something else
         for i, line in enumerate(self._known):
@@ -56,12 +56,12 @@ class LinearFit:
                 kept = (KEPT**0.5 if seen[i] > 0 else 1.0) * (KEPT**0.5 if seen[j] > 0 else 1.0)
                 line[j] = line[j] * kept + seen[i] * seen[j]
         moved = _solved(self._known, [x * (seconds - usual) for x in seen])
-        self._found = [a + b for a, b in zip(self._found, moved, strict=True)]
+        self._weights = [a + b for a, b in zip(self._weights, moved, strict=True)]
 
     @property
     def coefficients(self) -> list[float]:
         """What each feature costs in seconds; never negative."""
-        return [max(found, 0.0) * (self.scale > 0) for found in self._found]
+        return [max(cost, 0.0) * (self.scale > 0) for cost in self._weights]
 
 
 def _solved(matrix: list[list[float]], right: list[float]) -> list[float]:
@@ -87,9 +87,9 @@ def _solved(matrix: list[list[float]], right: list[float]) -> list[float]:
 class Pace:
     """Says how many drafts pay. `most`: drafts of a row. If not adaptive, as many as there is room for."""
 
-    def __init__(self, most: int, adaptive: bool) -> None:
-        self.adaptive = adaptive and most > 0  # else there is nothing to learn
-        self._windows = [k for k in WINDOWS if k < most] + [most]
+    def __init__(self, max_drafts: int, adaptive: bool) -> None:
+        self.adaptive = adaptive and max_drafts > 0  # else there is nothing to learn
+        self._windows = [k for k in WINDOWS if k < max_drafts] + [max_drafts]
         self._steps = LinearFit([0.7, 0.1, 0.05])  # 1, rows, drafts
         self._passes = LinearFit([0.02, 0.1])  # 1, passes: shares of a step, for at first there may be none
         self._hits = self._trials = 1.0  # of all requests: hopeful
@@ -123,26 +123,26 @@ class Pace:
         self._steps.observe((1, num_rows, num_drafts), step)
         self._passes.observe((1, num_passes), drafting)
 
-    def choose(self, requests: Sequence[Request], most: Sequence[int]) -> list[int]:
+    def choose(self, requests: Sequence[Request], max_drafts: Sequence[int]) -> list[int]:
         """Drafts to propose for each row that will decode next; at most most[n]."""
-        if not self.adaptive or not any(most):
-            return list(most)
+        if not self.adaptive or not any(max_drafts):
+            return list(max_drafts)
         self._turn += 1
         if self._steps.scale == 0.0:  # nothing was timed yet
             is_hopeless = self._longest == 0 and self._trials > DOUBT
-            return [0 if is_hopeless else min(room, self._turn % 2) for room in most]
+            return [0 if is_hopeless else min(room, self._turn % 2) for room in max_drafts]
         rates = self._rates(requests)
-        cost = self._costs(len(most))
+        cost = self._costs(len(max_drafts))
         if self._turn % REPLAN == 1 or self._turn < 2 * REPLAN:
-            self._replan(np.array(rates), np.array(most), cost)
+            self._replan(np.array(rates), np.array(max_drafts), cost)
         at, is_trial = self._try()
         window = self._windows[at]
         if window == 0:
-            return [0] * len(most)
+            return [0] * len(max_drafts)
         # the last draft of a row must be worth the time that it takes
         worth = math.log(min(max(self._speed * cost.last_draft, 1e-6), 1.0))
-        own = [int(worth / math.log(rate)) or int(is_trial) for rate in rates]
-        return [min(room, window, best) for room, best in zip(most, own, strict=True)]
+        worthwhile = [int(worth / math.log(rate)) or int(is_trial) for rate in rates]
+        return [min(room, window, best) for room, best in zip(max_drafts, worthwhile, strict=True)]
 
     def _costs(self, num_rows: int) -> "_Cost":
         start, per_row, per_draft = self._steps.coefficients

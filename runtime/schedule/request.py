@@ -186,10 +186,10 @@ def _continue(
     if not all(isinstance(i, (int, np.integer)) and not isinstance(i, bool) for i in output_ids):
         message = (Name("output_ids"), f" is a list of {_kinds(output_ids)}")
         raise Refused("wrong_type", "output_ids", message=message, way_out="pass token ids (int)")
-    most = len(ids) - prompt_len
+    max_tokens = len(ids) - prompt_len
     way_out = "the request has ended"
-    if len(output_ids) >= most:
-        limit = f"of {most} that the output may have"
+    if len(output_ids) >= max_tokens:
+        limit = f"of {max_tokens} that the output may have"
         raise Refused("too_long", "output_ids", Amount(len(output_ids), "tokens"), limit, way_out)
     for token_id in stop_ids.intersection(output_ids):
         message = (Name("output_ids"), f" holds the end token {token_id}")
@@ -263,9 +263,9 @@ def _bad_words(params: SamplingParams, encode: Encode | None) -> Words:
             message = (Name("bad_words"), f" holds {text!r}, which has no tokens in this tokenizer")
             raise Refused("out_of_range", "bad_words", message=message, way_out="remove it")
         words += spellings
-    found = tuple(dict.fromkeys(words))
-    check_word_ids("bad_words" if params.bad_words else "bad_words_ids", found)
-    return found
+    word_ids = tuple(dict.fromkeys(words))
+    check_word_ids("bad_words" if params.bad_words else "bad_words_ids", word_ids)
+    return word_ids
 
 
 def _too_long(prompt_len: int, bounds: Bounds) -> Refused:

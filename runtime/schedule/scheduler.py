@@ -129,10 +129,10 @@ class Scheduler:
         return [request for request in prompts if request.slot_id]
 
     def _add_decode(self, plan: Plan, request: Request, most_len: int) -> None:
-        known, most = request.edge, self._edge(most_len)
+        known, max_edge = request.edge, self._edge(most_len)
         if request.ahead:  # of the page edges it may pass, the next is the surest
-            most = min(most, known - known % self.config.page_len + self.config.page_len)
-        plan.rows.append(Row(request, request.slot_id, 1, 0, True, request.owed, (known, most)))
+            max_edge = min(max_edge, known - known % self.config.page_len + self.config.page_len)
+        plan.rows.append(Row(request, request.slot_id, 1, 0, True, request.owed, (known, max_edge)))
         request.ahead += 1
         request.in_flight += 1
 
@@ -300,8 +300,8 @@ class Scheduler:
         if self.config.num_drafts == 0:
             return
         rows = [row for row in plan.rows if row.chooses]
-        most = [self._most_drafts(row.request) for row in rows]
-        for row, room in zip(rows, self.pace.choose([r.request for r in rows], most), strict=True):
+        max_drafts = [self._max_drafts(row.request) for row in rows]
+        for row, room in zip(rows, self.pace.choose([r.request for r in rows], max_drafts), strict=True):
             request = row.request
             if room and self.prefix.grow(request.slot_id, request.most_len + room):
                 row.room = room
@@ -323,10 +323,10 @@ class Scheduler:
         finishes = self.prefix.enabled and row.edges[0] // page_len != row.edges[1] // page_len
         return row.room == 0 and row.num_tokens == 1 and row.owed + 1 < self.config.chunk_len and not finishes
 
-    def _most_drafts(self, request: Request) -> int:
+    def _max_drafts(self, request: Request) -> int:
         asked = request.params.num_drafts
-        most = self.config.num_drafts if asked is None else min(asked, self.config.num_drafts)
-        return max(0, min(most, len(request.ids) - request.most_len - 1))
+        max_drafts = self.config.num_drafts if asked is None else min(asked, self.config.num_drafts)
+        return max(0, min(max_drafts, len(request.ids) - request.most_len - 1))
 
     def _take_snapshots(self, plan: Plan) -> None:
         """Ask for snapshots at edges that rows will pass, or may pass."""

@@ -249,9 +249,9 @@ def read_flag(name: str, value: object) -> bool:
     return value
 
 
-def read_count(name: str, value: object, least: int, most: int) -> int:
-    if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
-        raise Refused("out_of_range", name, value, way_out=f"give a whole number of {least} to {most}")
+def read_count(name: str, value: object, least: int, limit: int) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= limit:
+        raise Refused("out_of_range", name, value, way_out=f"give a whole number of {least} to {limit}")
     return value
 
 

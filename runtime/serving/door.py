@@ -58,9 +58,9 @@ class Door(ABC):
         self, held: socket.socket, make: Callable[[], asyncio.BaseProtocol], count: Callable[[], int]
     ) -> asyncio.Server:
         """make: what serves a new connection; count: how many there are."""
-        most = files.most_connections()
+        max_connections = files.most_connections()
         server = await asyncio.get_running_loop().create_server(
-            lambda: make() if count() < most else TurnedAway(), sock=held, backlog=AT_ONCE
+            lambda: make() if count() < max_connections else TurnedAway(), sock=held, backlog=AT_ONCE
         )
         held.listen(BACKLOG)
         return server

@@ -45,14 +45,15 @@ def read_models(
         raise Refused("conflict", "models", message=message, way_out=way_out)
     models = _read_json(file)
     if not (isinstance(models, dict) and models) or not all(
-        isinstance(own, dict) and "engine_dir" in own for own in models.values()
+        isinstance(model_settings, dict) and "engine_dir" in model_settings
+        for model_settings in models.values()
     ):
         message = f'{file} must be like {{"model name": {{"engine_dir": "...", "max_rows": 8}}}}'
         raise Refused("malformed", "models", message=message, way_out="correct it")
-    for name, own in models.items():
+    for name, model_settings in models.items():
         with within(f"{file}: {name}", in_python):
-            settings.split(own)
-    paths = [file.parent / own["engine_dir"] for own in models.values()]
+            settings.split(model_settings)
+    paths = [file.parent / model_settings["engine_dir"] for model_settings in models.values()]
     return name_engines(paths, list(models)), models
 
 

@@ -35,8 +35,8 @@ def inputs() -> dict[str, Input]:
     return {name: Input(kind, dims == "-1") for name, kind, dims in INPUT.findall(text)}
 
 
-MOST_KEYS = 128  # tritonserver's time grows with the square of their number: 40,000 held up all for 12 s
-MOST_ID = 1024  # characters; each response repeats it
+MAX_KEYS = 128  # tritonserver's time grows with the square of their number: 40,000 held up all for 12 s
+MAX_ID = 1024  # characters; each response repeats it
 
 
 def check_generate(body: bytes | bytearray, one_response: bool = False) -> None:
@@ -55,9 +55,9 @@ def check_generate(body: bytes | bytearray, one_response: bool = False) -> None:
     for name, value in asked.items():
         if name == "id":
             _check(name, value, "STRING")
-            if len(value) > MOST_ID:
+            if len(value) > MAX_ID:
                 size = Amount(len(value), "characters")
-                raise Refused("too_long", "id", size, f"the limit is {MOST_ID}", "give a shorter one")
+                raise Refused("too_long", "id", size, f"the limit is {MAX_ID}", "give a shorter one")
         elif name == "parameters":
             _check_parameters(value, one_response)
         else:
@@ -76,12 +76,12 @@ def _check_named(name: str, value: object, one_response: bool) -> None:
 
 
 def _check_keys(what: str, given: Mapping[str, object]) -> None:
-    if len(given) > MOST_KEYS:
-        message = f"{what} has {len(given)} keys, the limit is {MOST_KEYS}"
+    if len(given) > MAX_KEYS:
+        message = f"{what} has {len(given)} keys, the limit is {MAX_KEYS}"
         raise Refused("too_long", message=message, way_out="leave those out that mean nothing")
 
 
-def _check_tensor(name: str, value: object, own: Input) -> None:
+def _check_tensor(name: str, value: object, declared: Input) -> None:
     is_nested = isinstance(value, dict) or (
         isinstance(value, list) and [type(one) for one in value[:2]] != [str]
     )
@@ -89,23 +89,23 @@ def _check_tensor(name: str, value: object, own: Input) -> None:
         way_out = f"give its JSON as a text, such as {json.dumps(JSON[name])}"
         raise Refused("wrong_type", name, type(value), way_out=way_out)
     if not isinstance(value, list):
-        _check(name, value, own.kind)
+        _check(name, value, declared.kind)
         return
-    if not own.is_list and len(value) != 1:
+    if not declared.is_list and len(value) != 1:
         raise Refused("too_long", name, Amount(len(value), "values"), way_out="give one")
-    if own.is_list:
+    if declared.is_list:
         check_count(name, len(value))
     for at, entry in enumerate(value):
-        if not _fits(entry, own.kind):
-            _check(f"{name}[{at}]", entry, own.kind)
+        if not _fits(entry, declared.kind):
+            _check(f"{name}[{at}]", entry, declared.kind)
 
 
 def _check_parameters(value: object, one_response: bool) -> None:
     if not isinstance(value, Mapping):
         raise Refused("wrong_type", "parameters", value, way_out="give an object")
     _check_keys("parameters", value)
-    for name, own in value.items():
-        _check_named(name, own, one_response)
+    for name, parameter in value.items():
+        _check_named(name, parameter, one_response)
 
 
 def _check_parameter(name: str, value: object) -> None:

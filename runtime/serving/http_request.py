@@ -11,7 +11,7 @@ from hemiola.runtime.serving import arrival
 MAX_HEAD = 2**16  # bytes
 MAX_LINE = 8000  # bytes of one of its lines; tritonserver closes a connection with a longer one unanswered
 MAX_BODY = 16 * 2**20
-MOST_TRAILERS = 100
+MAX_TRAILERS = 100
 MOST_EMPTY = 8  # lines before the first
 MOST_CHUNKS = 2**16  # of a body; each costs some microseconds
 IN_A_TURN = 64  # chunks that are read before the loop serves others: none of those that are there waits
@@ -142,7 +142,7 @@ async def _chunks(reader: asyncio.StreamReader) -> AsyncIterator[int]:
         yield length
         if await reader.readexactly(2) != b"\r\n":
             raise Refusal(HTTPStatus.BAD_REQUEST, "a chunk of the body is longer than it says; correct it")
-    for _ in range(MOST_TRAILERS):  # trailers, which nobody needs
+    for _ in range(MAX_TRAILERS):  # trailers, which nobody needs
         if await reader.readuntil(b"\n") == b"\r\n":
             return
     raise Refusal(HTTPStatus.BAD_REQUEST, "the body has too many trailers; leave them out")

@@ -10,7 +10,7 @@ from hemiola.runtime.errors import Refused
 MOST_VALUES = 2**20  # ids of a prompt among them; about 0.5 us each
 MOST_NAMES = 2**16  # and objects and lists; about 10 us each
 MUCH = (2**18, 2**15, 2**12)  # bytes, values, names: more would hold Python's lock for milliseconds
-MOST_BRACKETS = 2**10  # of a request to tritonserver, whose values are flat
+MAX_BRACKETS = 2**10  # of a request to tritonserver, whose values are flat
 STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"?', re.DOTALL)
 
 
@@ -21,12 +21,12 @@ def check_size(what: str, text: bytes | bytearray) -> None:
     num_values, num_names = (num_strings, 0)
     if num_strings <= MOST_VALUES + MOST_NAMES:
         num_values, num_names = _count(STRING.sub(b"", text))
-    for count, most, kind in (
+    for count, limit, kind in (
         (num_values, MOST_VALUES, "values"),
         (num_names, MOST_NAMES, "objects, lists and names"),
     ):
-        if count > most:
-            message = f"{what} holds {count} {kind}, the limit is {most}"
+        if count > limit:
+            message = f"{what} holds {count} {kind}, the limit is {limit}"
             raise Refused("too_long", message=message, way_out="send less")
 
 
@@ -41,12 +41,12 @@ def is_dear(text: bytes | bytearray) -> bool:
 
 def check_brackets(what: str, text: bytes | bytearray) -> None:
     """Of a body for tritonserver, which takes no nested values and whose parser recurses once for each."""
-    if text.count(b"[") + text.count(b"{") <= MOST_BRACKETS:
+    if text.count(b"[") + text.count(b"{") <= MAX_BRACKETS:
         return
     outside = STRING.sub(b"", text)
     count = outside.count(b"[") + outside.count(b"{")
-    if count > MOST_BRACKETS:
-        message = f"{what} holds {count} lists and objects, the limit is {MOST_BRACKETS}"
+    if count > MAX_BRACKETS:
+        message = f"{what} holds {count} lists and objects, the limit is {MAX_BRACKETS}"
         raise Refused("too_long", message=message, way_out="send less")
 
 

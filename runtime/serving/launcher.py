@@ -133,9 +133,11 @@ class Server:
         for name, chosen in self._settings.items():
             file = self._models_file
             with within(name) if file is None else within(f"{file}: {name}", in_python):
-                own = outlines[name]
-                check_sizes(chosen, own)
-                chosen["device"] = choose_gpu(self.engines[name], own.arch, chosen.get("device"), own.tp)
+                engine = outlines[name]
+                check_sizes(chosen, engine)
+                chosen["device"] = choose_gpu(
+                    self.engines[name], engine.arch, chosen.get("device"), engine.tp
+                )
         share_memory(self._settings.values(), [outlines[name].tp for name in self._settings])
         self._triton = find_triton(self._tritonserver)
         self._environment = server_environment()

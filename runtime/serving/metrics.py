@@ -142,10 +142,10 @@ class Meter:
     def read(self, engine: Metered) -> dict[Series, float]:
         """Every line of the page but the model's name."""
         with self._lock:
-            own = dict(self._own())
+            counts = dict(self._own())
         load = engine.load()
         levels = dict(_levels(load)) | dict(_tiers(engine.tiers))
-        return own | dict(_sums(engine)) | levels | dict(foreign(load, engine.reuse, engine.config))
+        return counts | dict(_sums(engine)) | levels | dict(foreign(load, engine.reuse, engine.config))
 
     def _own(self) -> Iterator[tuple[Series, float]]:
         for outcome in OUTCOMES:

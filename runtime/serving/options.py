@@ -4,7 +4,7 @@ from pydantic import Field
 
 from hemiola.runtime.api import Strict
 
-MOST_PORT = 2**16 - 1
+MAX_PORT = 2**16 - 1
 MOST_SECONDS = 2**31 - 1  # that tritonserver counts
 
 
@@ -22,10 +22,10 @@ class ServerOptions(Strict):
         " for gRPC; --host for HTTP and metrics, or 127.0.0.1 if the OpenAI API has a key",
     )
     http_port: int = Field(
-        default=8000, ge=0, le=MOST_PORT, description="port of HTTP; 0: any free port, here and below"
+        default=8000, ge=0, le=MAX_PORT, description="port of HTTP; 0: any free port, here and below"
     )
-    grpc_port: int = Field(8001, ge=0, le=MOST_PORT, description="port of gRPC, for hemiola.Client")
-    metrics_port: int = Field(8002, ge=0, le=MOST_PORT, description="port of Prometheus metrics")
+    grpc_port: int = Field(8001, ge=0, le=MAX_PORT, description="port of gRPC, for hemiola.Client")
+    metrics_port: int = Field(8002, ge=0, le=MAX_PORT, description="port of Prometheus metrics")
     start_timeout: float = Field(300, gt=0, description="seconds in which every engine must become ready")
     exit_timeout: int = Field(
         default=30,
@@ -47,7 +47,7 @@ class OpenaiOptions(Strict):
     """Of the OpenAI-compatible API. Without a port there is none."""
 
     openai_port: int | None = Field(
-        default=None, ge=0, le=MOST_PORT, description="port of the OpenAI-compatible API; default: none"
+        default=None, ge=0, le=MAX_PORT, description="port of the OpenAI-compatible API; default: none"
     )
     openai_api_key: tuple[str, ...] = Field(
         default=(),

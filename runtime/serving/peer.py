@@ -125,10 +125,10 @@ class Peer:
     def _read(self, address: str, name: str, into: np.ndarray, place: int, end: float) -> None:
         agent = self._agent
         with self._lock:
-            own = agent.get_xfer_descs([(into.ctypes.data, len(into), 0)], "DRAM")
+            destination = agent.get_xfer_descs([(into.ctypes.data, len(into), 0)], "DRAM")
             there = agent.get_xfer_descs([(place, len(into), 0)], "DRAM")
             with _as_lost(address):
-                transfer = agent.initialize_xfer("READ", own, there, name)
+                transfer = agent.initialize_xfer("READ", destination, there, name)
                 state = agent.transfer(transfer)
         try:
             while state == "PROC":

@@ -56,9 +56,9 @@ def share_memory(models: Collection[dict[str, Any]], num_ranks: Sequence[int] = 
         {None if settings["device"] is None else settings["device"] + n for n in range(num)}
         for settings, num in zip(models, num_ranks or [1] * len(models), strict=True)
     ]
-    together = Counter(place for own in places for place in own)
-    for settings, own in zip(models, places, strict=True):
-        settings.setdefault("memory_fraction", FRACTION / max(together[place] for place in own))
+    together = Counter(place for devices in places for place in devices)
+    for settings, devices in zip(models, places, strict=True):
+        settings.setdefault("memory_fraction", FRACTION / max(together[place] for place in devices))
 
 
 def group_of(device: object) -> str:

@@ -26,13 +26,16 @@ def tensors(stream: Stream, said: list[list[Piece]], over: bool) -> list[Respons
     texts = ["".join(piece.text for piece in pieces) for pieces in said]
     texts, stream.echo = [stream.echo + text for text in texts], ""
     ids = [[token_id for piece in pieces for token_id in piece.token_ids] for pieces in said]
-    for branch, own in zip(stream.branches, ids, strict=True):
-        branch.num_tokens += len(own)
+    for branch, branch_ids in zip(stream.branches, ids, strict=True):
+        branch.num_tokens += len(branch_ids)
     out = [string_tensor("text_output", texts), int_tensor("output_ids", list(chain(*ids)))]
     logprobs = [[logprob for piece in pieces for logprob in piece.logprobs or ()] for pieces in said]
     out += logprob_tensors(stream, logprobs, over)
     of_prompt = [piece.prompt_logprobs for pieces in said for piece in pieces if piece.prompt_logprobs]
-    out += [string_tensor("prompt_logprobs", [write_prompt_logprobs(found)]) for found in of_prompt]
+    out += [
+        string_tensor("prompt_logprobs", [write_prompt_logprobs(prompt_logprobs)])
+        for prompt_logprobs in of_prompt
+    ]
     if over:
         lasts = [pieces[-1] for pieces in said]
         reasons = [
@@ -46,8 +49,8 @@ def tensors(stream: Stream, said: list[list[Piece]], over: bool) -> list[Respons
         if stream.flags["return_input_ids"]:
             out.append(int_tensor("input_ids", stream.input_ids))
         if stream.flags["return_metrics"]:
-            found = [json.dumps(asdict(last.metrics)) for last in lasts if last.metrics is not None]
-            out.append(string_tensor("metrics", found))
+            metrics = [json.dumps(asdict(last.metrics)) for last in lasts if last.metrics is not None]
+            out.append(string_tensor("metrics", metrics))
     return out
 
 
@@ -56,10 +59,10 @@ def logprob_tensors(stream: Stream, logprobs: list[list[Logprob]], over: bool) -
     if not any(logprobs) and not (over and stream.flags["return_log_probs"]):
         return []
     if not stream.flags["return_log_probs"]:
-        return [string_tensor("logprobs", [as_json(own) for own in logprobs])]
-    for branch, own in zip(stream.branches, logprobs, strict=True):
-        branch.cum_logprob += sum(logprob.logprob for logprob in own)
-    out = [float_tensor("output_log_probs", [logprob.logprob for own in logprobs for logprob in own])]
+        return [string_tensor("logprobs", [as_json(scores) for scores in logprobs])]
+    for branch, scores in zip(stream.branches, logprobs, strict=True):
+        branch.cum_logprob += sum(logprob.logprob for logprob in scores)
+    out = [float_tensor("output_log_probs", [logprob.logprob for scores in logprobs for logprob in scores])]
     if over:
         out.append(float_tensor("cum_log_probs", [branch.cum_logprob for branch in stream.branches]))
     return out

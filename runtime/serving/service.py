@@ -37,7 +37,7 @@ WATCHDOG_S = 1.0  # between looks for the process that ends this one with its se
 NUM_COMPILING = 8  # requests whose grammars are compiled; others with a grammar wait for them
 MOST_WAIT_S = 10.0  # so long
 NUM_READING = 2  # long prompts and chats that are tokenized; other long ones wait for them
-MOST_RETRY_S = 60
+MAX_RETRY_S = 60
 
 
 class Service:
@@ -56,22 +56,26 @@ class Service:
     ) -> None:
         self._outlet = outlet
         self._watchdog = Watchdog()
-        own, options = settings.read(folder, config["parameters"])
+        model, options = settings.read(folder, config["parameters"])
         check_instances(config["instance_group"])
-        num_ranks = ranks_of(own.engine_dir)
-        take_place(kind, device_id, own.device, num_ranks)
-        progress = File(Path(own.progress_file)) if own.progress_file else True
-        self.llm = open_llm(own.engine_dir, progress=progress, **options)
-        check_place(own.engine_dir, self.llm.manifest.arch, kind, num_ranks)
-        self._most_open = self.llm.config.max_rows + own.max_queue
-        self._max_queue, self._min_priority, self._door_key = own.max_queue, own.min_priority, own.door_key
-        self.meter = Meter(self.llm.config.num_drafts, own.num_restarts)
-        self.outbox = Replies(self.llm.abort, self.meter, outlet, own.log_requests)
+        num_ranks = ranks_of(model.engine_dir)
+        take_place(kind, device_id, model.device, num_ranks)
+        progress = File(Path(model.progress_file)) if model.progress_file else True
+        self.llm = open_llm(model.engine_dir, progress=progress, **options)
+        check_place(model.engine_dir, self.llm.manifest.arch, kind, num_ranks)
+        self._most_open = self.llm.config.max_rows + model.max_queue
+        self._max_queue, self._min_priority, self._door_key = (
+            model.max_queue,
+            model.min_priority,
+            model.door_key,
+        )
+        self.meter = Meter(self.llm.config.num_drafts, model.num_restarts)
+        self.outbox = Replies(self.llm.abort, self.meter, outlet, model.log_requests)
         self._compiling = ThreadPoolExecutor(NUM_COMPILING, "compiling")
         self._reading = ThreadPoolExecutor(NUM_READING, "reading")
         self._clocks: list[Clock] = []
-        self._beat_file = Path(own.heartbeat_file)
-        if own.heartbeat_file:  # before anything is asked of tritonserver, which may not answer
+        self._beat_file = Path(model.heartbeat_file)
+        if model.heartbeat_file:  # before anything is asked of tritonserver, which may not answer
             home.hide(self._beat_file.parent)
             self._clock("heartbeat", heartbeat.BEAT_S, self._beat)
         self._board = Board(metric_family, dict(labels))
@@ -170,15 +174,15 @@ class Service:
         num_ids, params = len(stream.input_ids), ask.params
         check_total(num_ids, 1, params.prompt_logprobs)
         if not ask.flags["stream"]:
-            most = min(params.max_tokens, self.llm.config.max_len - num_ids)
-            check_scores(most * ask.n, params.logprobs)
+            max_tokens = min(params.max_tokens, self.llm.config.max_len - num_ids)
+            check_scores(max_tokens * ask.n, params.logprobs)
 
     def _check_room(self, n: int) -> None:
         """So many requests may run, and so many more wait."""
         num_open = self.outbox.num_open
         if num_open + n <= self._most_open:
             return
-        wait = min(MOST_RETRY_S, max(1, math.ceil(self.outbox.seconds_per_answer * num_open / 2)))
+        wait = min(MAX_RETRY_S, max(1, math.ceil(self.outbox.seconds_per_answer * num_open / 2)))
         max_rows, max_queue = self.llm.config.max_rows, self._max_queue
         raise Busy(
             f"{counted(num_open, 'answer is', 'answers are')} under way in"

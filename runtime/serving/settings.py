@@ -77,10 +77,10 @@ def split(values: Mapping[str, Any], beside: Collection[str] = ()) -> tuple[Mode
         if name not in KNOWN and name not in beside:
             message = f"unknown setting {name!r}"
             raise Refused("unknown", name, message=message, way_out=f"the settings are {', '.join(KNOWN)}")
-    own = ModelSettings(**{name: value for name, value in values.items() if name in OWN})
+    model_settings = ModelSettings(**{name: value for name, value in values.items() if name in OWN})
     options = {name: value for name, value in values.items() if name not in OWN}
     ServeConfig(**options)
-    return own, options
+    return model_settings, options
 
 
 def _from_file(path: Path) -> dict[str, Any]:

@@ -84,20 +84,20 @@ def buckets_of(config: Resolved) -> list[Bucket]:
 def _kinds(config: Resolved, rows: int) -> Iterable[tuple[int, int, int]]:
     """Tokens, passes and pairs: without drafts, with drafts to make, with drafts to judge, too."""
     yield rows, 0, 0
-    most = config.num_drafts
+    num_drafts = config.num_drafts
     if config.drafts == "none":
         return
     owed = rows * (config.chunk_len - 1)
-    widths = [4**n for n in range(1, 4) if 4**n < 1 + most] + [1 + most]
+    widths = [4**n for n in range(1, 4) if 4**n < 1 + num_drafts] + [1 + num_drafts]
     totals = {min(rows * width, config.max_step_tokens) for width in widths} - {rows}
     if config.drafts == "ngram":
-        yield rows, most, 0
-        yield from ((tokens, most, 0) for tokens in totals)
+        yield rows, num_drafts, 0
+        yield from ((tokens, num_drafts, 0) for tokens in totals)
         return
     yield rows, 0, rows + owed
     if rows == config.max_step_tokens:  # nothing but drafts for fewer rows
-        yield rows, most, rows + owed
-    yield from ((tokens, most, pairs) for tokens in totals for pairs in (tokens, tokens + owed))
+        yield rows, num_drafts, rows + owed
+    yield from ((tokens, num_drafts, pairs) for tokens in totals for pairs in (tokens, tokens + owed))
     if config.adaptive_drafts:
         yield from _small_kinds(config, rows)
 

@@ -36,7 +36,7 @@ from hemiola.runtime.step.parts import EngineParts, program_of
 from hemiola.runtime.step.program import MARKS, Feed
 
 log = logging.getLogger("hemiola")
-MOST_TOP = 20  # logprobs of a position
+MAX_TOP = 20  # logprobs of a position
 
 
 class CapturedResult(NamedTuple):
@@ -147,22 +147,22 @@ class Captured:
             return Argmax(self._ops)
 
         def group(slot: torch.Tensor, number: int = 0) -> list[Group]:
-            most = FEW_BEST if bucket.rules == DRAWN else ALL
-            return [self.rules.group(slot, bucket.rules == ANY, most)]
+            max_top_k = FEW_BEST if bucket.rules == DRAWN else ALL
+            return [self.rules.group(slot, bucket.rules == ANY, max_top_k)]
 
         of_ledger = (self._ledger.lengths, self._ledger.ids, self._config.vocab_size)
         if bucket.rules != ANY:
             return ByRules(self._ops, *of_ledger, group, group)
         masks = Masks(None, sent.bits[sent.mask])
-        return ByRules(self._ops, *of_ledger, group, group, masks, [LogprobLines(0, slice(None), MOST_TOP)])
+        return ByRules(self._ops, *of_ledger, group, group, masks, [LogprobLines(0, slice(None), MAX_TOP)])
 
     def _output(self, plan: Plan, bucket: Bucket, result: CapturedResult) -> StepOutput:
         """On its way to the host."""
         (told,) = fetch([result.told])
         logprobs, end = {}, 0
         for n, row in enumerate(plan.rows):
-            own = slice(end, end := end + row.num_tokens)
+            span = slice(end, end := end + row.num_tokens)
             if (num_top := row.rule.params.logprobs) is not None:
-                chosen, top_ids, top = (part[own] for part in result.logprobs)
+                chosen, top_ids, top = (part[span] for part in result.logprobs)
                 logprobs[n] = tuple(fetch([chosen, top_ids[:, :num_top], top[:, :num_top]]))
         return StepOutput(plan, told, self.width(bucket), self.told_drafts(bucket), logprobs)

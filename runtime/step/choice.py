@@ -83,11 +83,11 @@ class ByRules:
         """Logprobs of rows whose lines follow each other, in one go."""
         first = asked[0].lines.start
         whole = slice(first, asked[-1].lines.stop)
-        most = max(each.num_top for each in asked)
-        made = logprobs(scores[whole], token_ids[whole], most, self._ops)
+        max_top = max(each.num_top for each in asked)
+        made = logprobs(scores[whole], token_ids[whole], max_top, self._ops)
         for row, lines, num_top in asked:
-            own = lines if first is None else slice(lines.start - first, lines.stop - first)
-            chosen, top_ids, top = (part[own] for part in made)
+            span = lines if first is None else slice(lines.start - first, lines.stop - first)
+            chosen, top_ids, top = (part[span] for part in made)
             self.logprobs[row] = chosen, top_ids[:, :num_top], top[:, :num_top]
 
     def draft(self, out: Computed, slot: torch.Tensor, number: int) -> torch.Tensor:

@@ -164,8 +164,8 @@ def _post(memory: SharedMemory, rank: int, told: Callable[[], Digest]) -> None:
     memory.post(rank, told())
 
 
-def _count(own: np.ndarray) -> None:
-    own[MOVED] += 1
+def _count(counters: np.ndarray) -> None:
+    counters[MOVED] += 1
 
 
 def _wait_for(
@@ -238,11 +238,11 @@ def _end_without(leader: int) -> None:
     os._exit(0)
 
 
-def _beat(own: np.ndarray, calls: list[Callable[[], int]]) -> None:
+def _beat(counters: np.ndarray, calls: list[Callable[[], int]]) -> None:
     """calls: who counts kernels, once there is one."""
     while True:
-        own[BEAT] += 1
-        own[CALLS] = sum(count() for count in calls)
+        counters[BEAT] += 1
+        counters[CALLS] = sum(count() for count in calls)
         time.sleep(HEARTBEAT)
 
 

@@ -49,8 +49,8 @@ class StepOutput(NamedTuple):
                 outcome.drafts[n] = numbers[drafts:end]
         for n, parts in self.logprobs.items():
             kept = outcome.token_ids[n]
-            own = [part[: len(kept)] for part in parts]
-            _read_logprobs(outcome, outcome.logprobs, n, kept, own)
+            logprobs = [part[: len(kept)] for part in parts]
+            _read_logprobs(outcome, outcome.logprobs, n, kept, logprobs)
         if self.of_prompts:
             self._read_prompts(outcome)
         return outcome
@@ -61,8 +61,8 @@ class StepOutput(NamedTuple):
             if (scored := row.scored) is not None:
                 start, end = end, end + len(scored.token_ids)
                 chosen, top_ids, top = (part[start:end] for part in self.of_prompts)
-                own = [chosen, top_ids[:, : scored.num_top], top[:, : scored.num_top]]
-                _read_logprobs(outcome, outcome.prompt_logprobs, n, scored.token_ids.tolist(), own)
+                logprobs = [chosen, top_ids[:, : scored.num_top], top[:, : scored.num_top]]
+                _read_logprobs(outcome, outcome.prompt_logprobs, n, scored.token_ids.tolist(), logprobs)
 
 
 def _read_logprobs(

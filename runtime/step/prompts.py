@@ -49,8 +49,8 @@ class Prompts:
         self._device, self._slowest = parts.ledger.device, slowest
         self._program = program_of(parts, lambda batch: trunk.run(batch), None)
         self.sizes = sizes_of(parts.config)
-        self._most = Size(*map(max, zip(*self.sizes, strict=True)))
-        shape = self._most.rows + 1, len(COLUMNS)
+        self._largest = Size(*map(max, zip(*self.sizes, strict=True)))
+        shape = self._largest.rows + 1, len(COLUMNS)
         self._plan = torch.zeros(shape, dtype=torch.int32, device=self._device)
         # What is large of what all sizes leave; each graph would keep its own.
         self._there: tuple[torch.Tensor, Computed] | None = None
@@ -76,9 +76,9 @@ class Prompts:
         """Of the plan that lies where it always lies; so do page table, lines and hidden states."""
         batch, out = self._program.forward(self._plan[: size.rows + 1], size.tokens, size.lines)
         if self._there is None:
-            most, width = self._most, batch.page_table.shape[1]
-            pages = batch.page_table.new_empty(most.rows, width)
-            self._there = pages, out.room(most.lines, max(most.tokens, most.lines))
+            largest, width = self._largest, batch.page_table.shape[1]
+            pages = batch.page_table.new_empty(largest.rows, width)
+            self._there = pages, out.room(largest.lines, max(largest.tokens, largest.lines))
         pages, results = self._there
         page_table = pages[: size.rows].copy_(batch.page_table)
         return Forward(batch._replace(page_table=page_table), out.moved(results))
@@ -118,9 +118,9 @@ def sizes_of(config: Resolved) -> list[Size]:
         tokens.append(config.max_step_tokens)
     rows = [num for num in ROWS if num < config.max_rows] + [config.max_rows]
     return sorted({
-        Size(most, min(num, most), lines)
-        for most, num in itertools.product(tokens, rows)
-        for lines in ((0, 1) if num == 1 else (min(num * (1 + config.num_drafts), most),))
+        Size(num_tokens, min(num, num_tokens), lines)
+        for num_tokens, num in itertools.product(tokens, rows)
+        for lines in ((0, 1) if num == 1 else (min(num * (1 + config.num_drafts), num_tokens),))
     })  # fmt: skip
 
 

@@ -103,8 +103,8 @@ class RankedSteps:
             (digest,) = fetch([digest_of(ledger.ids, ledger.lengths, slot_ids)])
 
         def land() -> None:
-            found = None if digest is None else Digest(number, int(digest))
-            self._followers.landed(number, found)
+            step_digest = None if digest is None else Digest(number, int(digest))
+            self._followers.landed(number, step_digest)
 
         if ledger.device.type != "cpu":
             return Landing(launched, land)
@@ -128,7 +128,7 @@ class RankedUnits:
         self.num_units, self.units_per_slot = units.num_units, units.units_per_slot
         self.unit_bytes, self.get, self.fill = units.unit_bytes, units.get, units.fill
         self.has_come = units.has_come
-        self._own, self._followers = units, followers
+        self._units, self._followers = units, followers
 
     def save_pages(self, page_ids: Sequence[int], units: Sequence[int]) -> None:
         self._move(Move("save_pages", (list(page_ids), list(units))))
@@ -151,14 +151,14 @@ class RankedUnits:
 
     def settled(self) -> Callable[[], None]:
         """A function that waits until all ranks have done what they were asked so far."""
-        own, others = self._own.settled(), self._followers.settled()
+        units_settled, others = self._units.settled(), self._followers.settled()
 
         def wait() -> None:
-            own()
+            units_settled()
             others()
 
         return wait
 
     def _move(self, move: Move) -> Any:
         self._followers.move(packed(move))
-        return getattr(self._own, move.method)(*move.args)
+        return getattr(self._units, move.method)(*move.args)

@@ -86,13 +86,13 @@ class Sized(NamedTuple):
 def _uncached(module: ModuleType) -> Iterator[None]:
     """Inside, the launcher makes anew what it else keeps from call to call."""
     kept = {name: value for name, value in vars(module).items() if hasattr(value, "cache_clear")}
-    own = {name: value for name, value in kept.items() if value.__module__ == module.__name__}
+    caches = {name: value for name, value in kept.items() if value.__module__ == module.__name__}
     try:
-        for name, value in own.items():
+        for name, value in caches.items():
             setattr(module, name, value.__wrapped__)
         yield
     finally:
-        for name, value in own.items():
+        for name, value in caches.items():
             setattr(module, name, value)
 
 

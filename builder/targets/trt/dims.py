@@ -36,11 +36,11 @@ class Dim(int):
 
     def __neg__(self) -> "Dim":
         """Stands only inside of `-(-a // b)`, which is a division that rounds up."""
-        own = self.size
-        part = own.a if own.operation == FLOOR_DIV else 0
+        size = self.size
+        part = size.a if size.operation == FLOOR_DIV else 0
         if isinstance(part, FreeSize) and (part.operation, part.b) == (MUL, -1):
-            return Dim(-int(self), FreeSize("", CEIL_DIV, part.a, own.b))
-        return Dim(-int(self), own * -1)
+            return Dim(-int(self), FreeSize("", CEIL_DIV, part.a, size.b))
+        return Dim(-int(self), size * -1)
 
     __radd__, __rmul__ = __add__, __mul__
 

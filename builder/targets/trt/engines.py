@@ -30,8 +30,8 @@ def interrupts_wait() -> Iterator[list[int]]:
     """
     came: list[int] = []
     is_main = threading.current_thread() is threading.main_thread()
-    found = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM) if is_main}
-    handlers = {number: handler for number, handler in found.items() if callable(handler)}
+    previous = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM) if is_main}
+    handlers = {number: handler for number, handler in previous.items() if callable(handler)}
     for number in handlers:
         signal.signal(number, lambda number, frame: came.append(number))
     try:
@@ -73,13 +73,13 @@ def make_profiles(limits: Limits, graph: Graph, letters: str = "TL") -> tuple[Pr
         "P": (1, widest["N"] * widest["W"], MOST),
         "S": (1, widest["N"] + 1, MOST),
     }
-    most = {"decode": decode, "prefill": widest["T"]}
+    max_tokens = {"decode": decode, "prefill": widest["T"]}
     return tuple(
         Profile(
             name=name,
             sizes={DIMS[letter]: (sizes | {"T": (1, tokens, tokens)})[letter] for letter in letters},
         )
-        for name, tokens in most.items()
+        for name, tokens in max_tokens.items()
     )
 
 

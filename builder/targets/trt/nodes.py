@@ -33,9 +33,9 @@ def told_beforehand(graph: Graph, job: Job) -> list[Ahead | str]:
     nodes = [node for node in nodes_of(graph) if not OPS[node.op].has_onnx_body]
     for node in nodes:
         if node not in known:
-            op, most = OPS[node.op], node.most(job.limits)
-            sizes = {"T": most.tokens, "L": most.tokens, "N": most.rows, "W": most.pages}
-            sizes |= {"P": most.rows * most.pages + 1, "S": most.rows + 1}
+            op, max_size = OPS[node.op], node.most(job.limits)
+            sizes = {"T": max_size.tokens, "L": max_size.tokens, "N": max_size.rows, "W": max_size.pages}
+            sizes |= {"P": max_size.rows * max_size.pages + 1, "S": max_size.rows + 1}
             tensors = zip(op.args, node.values, strict=False)
             given = {arg.name: _sized(value, sizes) for arg, value in tensors}
             try:
@@ -53,35 +53,37 @@ def _sized(value: Tensor, sizes: dict[str, int]) -> Sized:
     return Sized(tuple(dims), value.dtype)
 
 
-def with_forms(nodes: Sequence[OpNode], found: Sequence[Ahead | str]) -> tuple[OpNode, ...]:
+def with_forms(nodes: Sequence[OpNode], kernels: Sequence[Ahead | str]) -> tuple[OpNode, ...]:
     """What the manifest says of each."""
     return tuple(
-        node.model_copy(update={"refused": {PTX: own}} if isinstance(own, str) else {"form": PTX})
-        for node, own in zip(nodes, found, strict=True)
+        node.model_copy(
+            update={"refused": {PTX: node_kernels}} if isinstance(node_kernels, str) else {"form": PTX}
+        )
+        for node, node_kernels in zip(nodes, kernels, strict=True)
     )
 
 
-def with_kernels(model: onnx.ModelProto, found: Sequence[Ahead | str]) -> onnx.ModelProto:
+def with_kernels(model: onnx.ModelProto, kernels: Sequence[Ahead | str]) -> onnx.ModelProto:
     """A copy in which kernels stand where their op's node stood."""
     made = onnx.ModelProto()
     made.CopyFrom(model)
     del made.graph.node[:]
     made.opset_import.append(helper.make_opsetid(KERNELS, 1))
-    left = iter(found)
+    left = iter(kernels)
     for node in model.graph.node:
-        own = next(left) if node.domain == DOMAIN else ""
-        if isinstance(own, str):
+        node_kernels = next(left) if node.domain == DOMAIN else ""
+        if isinstance(node_kernels, str):
             made.graph.node.append(node)
         else:
-            nodes, constants = _nodes(node, own)
+            nodes, constants = _nodes(node, node_kernels)
             made.graph.node.extend(nodes)
             made.graph.initializer.extend(constants)
     return made
 
 
-def _nodes(node: NodeProto, own: Ahead) -> tuple[list[NodeProto], list[TensorProto]]:
+def _nodes(node: NodeProto, node_kernels: Ahead) -> tuple[list[NodeProto], list[TensorProto]]:
     """A tensor's name grows with every kernel that it comes out of; the last one has the op's own name."""
-    op, (plan, entries) = OPS[node.op_type], own
+    op, (plan, entries) = OPS[node.op_type], node_kernels
     now = dict(zip((arg.name for arg in op.args), node.input, strict=True))
     names = dict(zip(plan.results, node.output, strict=False))
     names |= {arg.name: now[arg.name] + NEXT for arg in op.args if arg.mutated}
@@ -118,7 +120,7 @@ def _filled(
             constants.append(numpy_helper.from_array(full.numpy(), now[name]))
             continue
         (letter,) = memory.shape
-        lender = next(own for own in plan.memory if letter in plan.memory[own].shape)
+        lender = next(tensor for tensor in plan.memory if letter in plan.memory[tensor].shape)
         place = plan.memory[lender].shape.index(letter)
         value = helper.make_tensor("value", DTYPES[memory.dtype], [1], [memory.fill])
         nodes.append(

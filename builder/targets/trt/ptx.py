@@ -56,30 +56,30 @@ def ahead(op: Op, given: Mapping[str, Sized], attrs: Sequence[Any], gpu: Gpu) ->
     reason = NotAhead("")
     for options in ways(op.name, given, attrs, gpu):
         try:
-            found = plan(op.name, given, attrs, gpu, options)
-            return Ahead(found, entries(found, mutated, op.name, gpu.capability))
+            launch_plan = plan(op.name, given, attrs, gpu, options)
+            return Ahead(launch_plan, entries(launch_plan, mutated, op.name, gpu.capability))
         except NotAhead as error:
             reason = error
     raise reason
 
 
-def entries(own: LaunchPlan, mutated: Collection[str], op: str, capability: int) -> tuple[PtxKernel, ...]:
+def entries(plan: LaunchPlan, mutated: Collection[str], op: str, capability: int) -> tuple[PtxKernel, ...]:
     """All kernels of an op, in order. Raises NotAhead."""
-    written = {name for name, memory in own.memory.items() if name.startswith("made_") and memory.fill != 1}
+    written = {name for name, memory in plan.memory.items() if name.startswith("made_") and memory.fill != 1}
     written |= set(mutated)
-    ready = {name for name, memory in own.memory.items() if name not in written or memory.fill == 0}
+    ready = {name for name, memory in plan.memory.items() if name not in written or memory.fill == 0}
     ready |= set(mutated)
     done = []
-    for launch in own.launches:
+    for launch in plan.launches:
         tensors = dict.fromkeys(value for value in launch.values if isinstance(value, str))
         inputs = [name for name in tensors if name in ready]
         made = [name for name in tensors if name not in ready]
         ints = tuple(dict.fromkeys(value for value in launch.values if isinstance(value, FreeSize)))
         grid = (*launch.grid, 1, 1)[:3]
-        sizes = [*grid, *ints, *(size for name in made for size in own.memory[name].shape)]
-        inputs += _lenders(sizes, inputs, own.memory)
+        sizes = [*grid, *ints, *(size for name in made for size in plan.memory[name].shape)]
+        inputs += _lenders(sizes, inputs, plan.memory)
         outputs = (*made, *(name for name in inputs if name in written))
-        done.append(_entry(launch, op, capability, grid, tuple(inputs), ints, outputs, own.memory))
+        done.append(_entry(launch, op, capability, grid, tuple(inputs), ints, outputs, plan.memory))
         ready |= set(made)
     return tuple(done)
 
@@ -89,11 +89,11 @@ def _lenders(sizes: list[Number], inputs: list[str], memory: dict[str, Memory]) 
     wanted = set().union(*map(names_of, sizes))
     for name in inputs:
         wanted -= set(places_of(memory[name].shape))
-    for name, own in memory.items():
+    for name, tensor in memory.items():
         if not wanted:
             return
-        if not name.startswith("made_") and wanted & set(places_of(own.shape)):
-            wanted -= set(places_of(own.shape))
+        if not name.startswith("made_") and wanted & set(places_of(tensor.shape)):
+            wanted -= set(places_of(tensor.shape))
             yield name
     assert not wanted, wanted
 
@@ -124,9 +124,9 @@ def _compile(launch: Launch, capability: int) -> Compiled:
     stages = {name: launch.constants.get(name, default) for name, default in STAGES.items()}
     needed = ""
     for fewer in range(max(stages.values()), 0, -1):
-        own = {name: min(own, fewer) for name, own in stages.items() if own > fewer}
+        fewer_stages = {name: min(number, fewer) for name, number in stages.items() if number > fewer}
         try:
-            compiled = _compiled(call_of(launch.kernel, values, launch.constants | own), capability)
+            compiled = _compiled(call_of(launch.kernel, values, launch.constants | fewer_stages), capability)
         except TooLarge:
             continue
         if compiled.binary.shared <= MOST_SHARED:

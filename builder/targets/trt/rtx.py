@@ -80,12 +80,12 @@ def _refuse(name: str, layout: Layout, num_inputs: int, archs: tuple[str, ...]) 
 def engine(model: onnx.ModelProto, profiles: tuple[Profile, ...], archs: tuple[str, ...]) -> bytes:
     """One part for all architectures."""
     try:
-        found = alone(trt, model.SerializeToString(), shapes_of(model.graph.input, profiles), archs)
+        part = alone(trt, model.SerializeToString(), shapes_of(model.graph.input, profiles), archs)
     except NotBuilt as failure:
         raise refused(trt, failure) from None
-    if not found.has_same_bytes:
+    if not part.has_same_bytes:
         _warn()
-    return found.engine
+    return part.engine
 
 
 @cache

@@ -37,10 +37,10 @@ def compile(graph: Graph, weights: dict[str, Lazy], job: Job) -> CompiledSegment
     register()
     nodes, packed = choose_forms(graph, weights, job.device, is_plugin)
     lay_out(graph)
-    found = told_beforehand(graph, job)
-    for own in found:
-        if not isinstance(own, str):
-            register_kernels(own.entries, own.plan.memory)
+    kernels = told_beforehand(graph, job)
+    for node_kernels in kernels:
+        if not isinstance(node_kernels, str):
+            register_kernels(node_kernels.entries, node_kernels.plan.memory)
     profiles = make_profiles(job.limits, graph, "TLNWPS")
     folder = job.folder / PARTS
     folder.mkdir(exist_ok=True)
@@ -49,7 +49,7 @@ def compile(graph: Graph, weights: dict[str, Lazy], job: Job) -> CompiledSegment
     with tempfile.TemporaryDirectory(dir=job.folder) as beside:
         file = Path(beside) / "weights.safetensors"
         write_weights(packed, file, job.report)
-        model = with_weights(with_kernels(to_onnx(graph), found), file)
+        model = with_weights(with_kernels(to_onnx(graph), kernels), file)
         content, path = model.SerializeToString(), str(file.with_name(f"{graph.name}.onnx"))
         with interrupts_wait() as interrupts:
             setup = _Setup(graph.name, job.report, timings, interrupts)
@@ -63,7 +63,7 @@ def compile(graph: Graph, weights: dict[str, Lazy], job: Job) -> CompiledSegment
     inputs = tuple(value.name for value in model.graph.input)
     names = tuple(outputs(graph))
     return CompiledSegment(
-        with_forms(nodes, found),
+        with_forms(nodes, kernels),
         weights={},  # they are in the engine
         pieces=(SegmentPiece(kind="part", name=graph.name, inputs=inputs, outputs=names),),
         outputs=names,

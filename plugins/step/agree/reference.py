@@ -13,7 +13,7 @@ def agree(
 ) -> tuple[torch.Tensor, torch.Tensor]:  # [L] fp32, [L] int64, the same on all ranks
     """Of equals the lowest token wins; the first rank's NaN wins over all."""
     pairs = torch.stack((token_id + int(group[RANK]) * width, logit.view(torch.int32).long()), 1)
-    found = torch.stack(exchange(group, pairs))
-    logits = found[:, :, 1].int().view(torch.float32)
+    gathered = torch.stack(exchange(group, pairs))
+    logits = gathered[:, :, 1].int().view(torch.float32)
     best = logits.argmax(0, keepdim=True)  # the first of equals, and the first NaN
-    return logits.gather(0, best)[0], found[:, :, 0].gather(0, best)[0]
+    return logits.gather(0, best)[0], gathered[:, :, 0].gather(0, best)[0]

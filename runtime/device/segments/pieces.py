@@ -45,7 +45,7 @@ class CutSegment:
         open_part = import_module(f"hemiola.runtime.device.segments.{module}").opener(segment.compiler)
         parts: dict[str, Part] = {}
         forms = iter(segment.nodes)
-        found = {name: Layout.parse(text) for name, text in segment.layouts.items()}
+        weight_layouts = {name: Layout.parse(text) for name, text in segment.layouts.items()}
         self._steps: list[PieceRun] = []
         for piece, done in zip(segment.pieces, _last_reads(segment), strict=True):
             match piece.kind:
@@ -62,7 +62,9 @@ class CutSegment:
                     node = next(forms)
                     op = OPS[node.op]
                     given = zip(op.args, piece.inputs, strict=False)
-                    layouts = {arg.name: found[name] for arg, name in given if name in found}
+                    layouts = {
+                        arg.name: weight_layouts[name] for arg, name in given if name in weight_layouts
+                    }
                     run = _op(piece, op.bind(node.form, node.sizes, layouts))
             self._steps.append(PieceRun(run, piece.inputs, piece.outputs, done))
 
@@ -126,9 +128,9 @@ def _last_reads(segment: Segment) -> list[tuple[str, ...]]:
     kept = {*segment.outputs, *segment.weights, *segment.states, *segment.inputs}
     done: list[tuple[str, ...]] = []
     for piece in reversed(segment.pieces):
-        found = dict.fromkeys(name for name in (*piece.inputs, *piece.outputs) if name not in kept)
-        kept |= found.keys()
-        done.append(tuple(found))
+        names = dict.fromkeys(name for name in (*piece.inputs, *piece.outputs) if name not in kept)
+        kept |= names.keys()
+        done.append(tuple(names))
     return done[::-1]
 
 

@@ -54,7 +54,7 @@ class TensorRtPart:
         }
         self._moving = [n for n in self._inputs if -1 in engine.get_tensor_shape(n)]
         profiles = range(engine.num_optimization_profiles)
-        self._most = [
+        self._max_shapes = [
             {n: tuple(engine.get_tensor_profile_shape(n, i)[2]) for n in self._moving} for i in profiles
         ]
         self._contexts = [_context(trt, engine, i) for i in profiles]
@@ -82,10 +82,10 @@ class TensorRtPart:
 
     def _profile(self, tensors: dict[str, torch.Tensor]) -> int:
         """The first that takes these sizes."""
-        for i, most in enumerate(self._most):
+        for i, max_shapes in enumerate(self._max_shapes):
             fits = (
                 size <= limit
-                for name, limits in most.items()
+                for name, limits in max_shapes.items()
                 for size, limit in zip(tensors[name].shape, limits, strict=True)
             )
             if all(fits):

@@ -132,11 +132,11 @@ class App:
                 request.transport.abort()  # what it has not read yet is held no longer
             raise
         except Exception as error:
-            found = http_error(request, error) if isinstance(error, web.HTTPException) else api_error(error)
-            if found.status == 500:
+            failure = http_error(request, error) if isinstance(error, web.HTTPException) else api_error(error)
+            if failure.status == 500:
                 log.error("%s %s: %s", request.method, request.rel_url.raw_path, error, exc_info=error)
-            status = str(found.status)
-            return self._error_response(found)
+            status = str(failure.status)
+            return self._error_response(failure)
         finally:
             self._num_handled -= 1
             seconds = time.monotonic() - start
@@ -230,11 +230,13 @@ class App:
     ) -> web.StreamResponse:
         """The body, and all that was read from it, are let go of before the answer begins."""
         begun = time.perf_counter()
-        most = self._limits.max_requests
+        max_requests = self._limits.max_requests
         async with self._bodies.held(http) as body:
             self._check_open()  # a server that has begun to end meanwhile takes it no more
             self._check_room(1)  # before it is read
-            options, names, model, work = await self._made(prepare, body, kind, make, self._models, most)
+            options, names, model, work = await self._made(
+                prepare, body, kind, make, self._models, max_requests
+            )
         del body
         with named(names), self._admit(len(work.asked)):
             pack = partial(self._wire.pack, model, work.asked, begun)
@@ -268,17 +270,17 @@ class App:
             self._num_open -= num_requests
 
     def _check_room(self, num_requests: int) -> None:
-        most = self._limits.max_requests
-        if self._num_open + num_requests > most:
+        max_requests = self._limits.max_requests
+        if self._num_open + num_requests > max_requests:
             raise ApiError(
-                429, f"requests under way: {self._num_open} of {most}; try again in a moment",
+                429, f"requests under way: {self._num_open} of {max_requests}; try again in a moment",
                 code="rate_limit_exceeded",
             )  # fmt: skip
 
 
 def describe(model: ServedModel) -> dict[str, Any]:
-    own = {"owned_by": "hemiola", "max_model_len": model.max_len}
-    return {"id": model.name, "object": "model", "created": model.created, **own}
+    fields = {"owned_by": "hemiola", "max_model_len": model.max_len}
+    return {"id": model.name, "object": "model", "created": model.created, **fields}
 
 
 def http_error(request: web.Request, error: web.HTTPException) -> ApiError:

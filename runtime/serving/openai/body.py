@@ -67,10 +67,10 @@ class Bodies:
     def _check(self, own_len: int) -> None:
         if own_len > self._max_body:
             raise self._too_large()
-        most = MOST_BODIES * self._max_body
-        if own_len > SMALL_BODY and self._num_bytes > most:
+        max_bytes = MOST_BODIES * self._max_body
+        if own_len > SMALL_BODY and self._num_bytes > max_bytes:
             raise ApiError(
-                429, f"bodies of more than {most} bytes are on their way; try again in a moment",
+                429, f"bodies of more than {max_bytes} bytes are on their way; try again in a moment",
                 code="rate_limit_exceeded",
             )  # fmt: skip
 

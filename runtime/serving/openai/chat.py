@@ -60,8 +60,8 @@ def _check_variables(given: Mapping[str, Any], read: frozenset[str]) -> None:
         if name in RESERVED:
             reason = "which is none of its own"
         elif name not in read:
-            own = ", ".join(sorted(read - set(RESERVED))) or "none"
-            reason = f"which the checkpoint's chat template does not read (it reads {own})"
+            known = ", ".join(sorted(read - set(RESERVED))) or "none"
+            reason = f"which the checkpoint's chat template does not read (it reads {known})"
         else:
             continue
         message = (Name(KWARGS), f" holds {shown(name)}, {reason}")
@@ -95,16 +95,16 @@ def _message(message: Message, index: int, knows_developer: bool) -> dict[str, A
 def _arguments(text: str, call: str) -> dict[str, Any]:
     field = f"{call}.function.arguments"
     try:
-        found = parse_json(text or "{}", unique=True)
+        arguments = parse_json(text or "{}", unique=True)
     except Repeated as error:
         message = (Name(field), f": {error}")
         raise Refused("conflict", field, message=message, way_out="give it once") from None
     except ValueError:
-        found = None
-    if not isinstance(found, dict):
+        arguments = None
+    if not isinstance(arguments, dict):
         message = (Name(field), " is not a JSON object")
         raise Refused("malformed", field, message=message, way_out="send what the call had")
-    return found
+    return arguments
 
 
 def _tool(tool: Tool) -> dict[str, Any]:

@@ -22,11 +22,11 @@ log = logging.getLogger("hemiola.openai")
 
 def too_many(error: Exception, num_asked: int) -> Exception:
     """A batch that the engine never has room for is no matter of coming back later."""
-    most = error.max_rows + error.max_queue if isinstance(error, Busy) else 0
-    if not isinstance(error, Busy) or not 0 < most < num_asked:
+    capacity = error.max_rows + error.max_queue if isinstance(error, Busy) else 0
+    if not isinstance(error, Busy) or not 0 < capacity < num_asked:
         return error
     room = f"{counted(error.max_rows, 'row', 'rows')}, max_queue={error.max_queue}"
-    message = f"prompts x n is {num_asked}, the engine takes {most} at once ({room})"
+    message = f"prompts x n is {num_asked}, the engine takes {capacity} at once ({room})"
     return Refused("too_long", "n", message=message, way_out="send fewer")
 
 

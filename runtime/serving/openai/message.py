@@ -68,7 +68,7 @@ class Message(Body):
             if text is not None:
                 return text
         for blocks in (self.thinking_blocks, self.reasoning_details):
-            found = [block.thinking or block.text or "" for block in blocks or ()]
-            if any(found):
-                return "".join(found)
+            texts = [block.thinking or block.text or "" for block in blocks or ()]
+            if any(texts):
+                return "".join(texts)
         return None

@@ -35,8 +35,8 @@ class ServedModel:
     @property
     def parts(self) -> dict[str, object]:
         """What choices and replies hold of it, by names that no other model has."""
-        own = {"model": self} | ({} if self.text is None else {"text": self.text, "tokens": self.tokens})
-        return {f"{part} of {self.name}": value for part, value in own.items()}
+        parts = {"model": self} | ({} if self.text is None else {"text": self.text, "tokens": self.tokens})
+        return {f"{part} of {self.name}": value for part, value in parts.items()}
 
 
 def find_model(models: Mapping[str, ServedModel], name: str) -> ServedModel:
@@ -85,6 +85,8 @@ def byte_alphabet() -> dict[int, str]:
 def read_model(name: str, engine_dir: Path, max_len: int | None = None) -> ServedModel:
     """max_len: if the server was started with a smaller one than the engine's."""
     path = engine_dir / outline.FILE
-    found = outline.parse(path)
-    text = Text(engine_dir / "tokenizer") if found.has_tokenizer else None
-    return ServedModel(name, max_len or found.limits.max_len, found.identity, text, int(path.stat().st_mtime))
+    engine = outline.parse(path)
+    text = Text(engine_dir / "tokenizer") if engine.has_tokenizer else None
+    return ServedModel(
+        name, max_len or engine.limits.max_len, engine.identity, text, int(path.stat().st_mtime)
+    )

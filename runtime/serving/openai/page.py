@@ -20,12 +20,12 @@ def engines_page(page: str) -> str:
 
 
 def _lines(samples: dict[str, list[str]]) -> Iterator[str]:
-    for name, found in samples.items():
+    for name, lines in samples.items():
         if any(name.removesuffix(part) in HISTOGRAMS for part in ("_bucket", "_sum", "_count")):
             continue
         yield f"# HELP {name} {FAMILIES[name].help}"
         yield f"# TYPE {name} {FAMILIES[name].kind}"
-        yield from found
+        yield from lines
     for name, text in HISTOGRAMS.items():
         parts = [line for part in ("_bucket", "_sum", "_count") for line in samples.get(f"{name}{part}", ())]
         if parts:

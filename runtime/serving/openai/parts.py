@@ -33,9 +33,9 @@ def parts_of(value: object) -> Iterator[str]:
     """The same, to be joined once."""
     if isinstance(value, dict):
         opening = "{"
-        for name, own in value.items():
+        for name, member in value.items():
             yield f"{opening}{ENCODER.encode(name)}:"
-            yield from parts_of(own)
+            yield from parts_of(member)
             opening = ","
         yield "}" if value else "{}"
     elif isinstance(value, Iterator) or (isinstance(value, list) and len(value) > AT_ONCE):

@@ -21,7 +21,7 @@ class PromptScores:
         """num_top: as `prompt_logprobs` asks; num_echoed: `logprobs`, where the prompt is echoed."""
         self._model, self._ids = model, ids
         self.num_top, self.num_echoed = num_top, num_echoed
-        self._found: PromptLogprobs | None = None
+        self._logprobs: PromptLogprobs | None = None
 
     @property
     def num_asked(self) -> int | None:
@@ -30,13 +30,13 @@ class PromptScores:
         return max(asked, default=None)
 
     def take(self, piece: Piece) -> None:
-        self._found = self._found or piece.prompt_logprobs
+        self._logprobs = self._logprobs or piece.prompt_logprobs
 
     def table(self) -> Json:
         """`prompt_logprobs`, if it was asked for: for each token itself and the best, by token id."""
-        if self.num_top is None or self._found is None:
+        if self.num_top is None or self._logprobs is None:
             return {}
-        return {"prompt_logprobs": listed(self._entry, self._found)}
+        return {"prompt_logprobs": listed(self._entry, self._logprobs)}
 
     def _entry(self, entry: Logprob | None) -> Json | None:
         """Of a token that is none of the best, no rank is known."""
@@ -53,16 +53,17 @@ class PromptScores:
 
     def echoed(self, tokens: Tokens, text: str) -> dict[str, list[Any]]:
         """What stands before the answer's own tokens in a completion's `logprobs`."""
-        found, num_top = self._found, self.num_echoed
-        if num_top is None or found is None:
+        logprobs, num_top = self._logprobs, self.num_echoed
+        if num_top is None or logprobs is None:
             return {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
         *offsets, end = tokens.offsets([*self._ids, self._ids[0]], 0)
         unwritten = max(0, end - len(text))  # a token that the tokenizer puts before a text is no part of it
         return {
             "tokens": [tokens.name(token_id) for token_id in self._ids],
-            "token_logprobs": [entry and entry.logprob for entry in found],
+            "token_logprobs": [entry and entry.logprob for entry in logprobs],
             "top_logprobs": [
-                entry and {tokens.name(best): value for best, value in entry.top[:num_top]} for entry in found
+                entry and {tokens.name(best): value for best, value in entry.top[:num_top]}
+                for entry in logprobs
             ],
             "text_offset": [max(0, offset - unwritten) for offset in offsets],
         }

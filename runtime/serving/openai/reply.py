@@ -97,7 +97,7 @@ class TextChoice(Choice):
         ids = [logprob.token_id for logprob in self._logprobs]
         offsets = tokens.offsets([*ids, *ids[:1]], self._offset)
         self._offset = offsets.pop() if ids else self._offset
-        own = {
+        fields = {
             "tokens": [tokens.name(token_id) for token_id in ids],
             "token_logprobs": [logprob.logprob for logprob in self._logprobs],
             "top_logprobs": [
@@ -106,9 +106,9 @@ class TextChoice(Choice):
             "text_offset": offsets,
         }
         if self._begun:
-            return own
+            return fields
         echoed = self._scores.echoed(tokens, self._echo)
-        return {name: echoed[name] + values for name, values in own.items()}
+        return {name: echoed[name] + values for name, values in fields.items()}
 
 
 class ChatChoice(Choice):
@@ -272,12 +272,12 @@ def event(text: str) -> str:
     return f"data: {text}\n\n"
 
 
-def speculation(found: Iterable[Metrics]) -> Json:
+def speculation(all_metrics: Iterable[Metrics]) -> Json:
     """Counts as aiperf reads them; empty if nothing was drafted. A step with k drafts accepts 0 to k."""
-    found = list(found)
-    width = max((len(metrics.drafted) for metrics in found), default=0)
-    drafted = _added([metrics.drafted for metrics in found], width)
-    accepted = _added([metrics.accepted for metrics in found], width)
+    all_metrics = list(all_metrics)
+    width = max((len(metrics.drafted) for metrics in all_metrics), default=0)
+    drafted = _added([metrics.drafted for metrics in all_metrics], width)
+    accepted = _added([metrics.accepted for metrics in all_metrics], width)
     if not width or not drafted[0]:
         return {}
     steps = drafted[0]

@@ -14,7 +14,7 @@ from hemiola.runtime.serving.openai.parts import ENCODER
 from hemiola.runtime.serving.openai.reply import Choice, Json
 from hemiola.runtime.serving.openai.responses import ResponsesRequest
 
-MOST_REPEATED = 2**21  # characters of a request in its answer: three times in a stream, by the event loop
+MAX_REPEATED = 2**21  # characters of a request in its answer: three times in a stream, by the event loop
 # Of each kind of part: the item's type and prefix, the type of its content, and the events of its text.
 KINDS = {
     "reasoning": ("reasoning", "rs", "reasoning_text", "response.reasoning_text"),
@@ -30,15 +30,15 @@ class ResponseItem:
         self.kind, self.call_id = part.kind, part.call_id
         kind, prefix, self._content, self._events = KINDS[part.kind]
         self._texts: list[str] = []
-        self._own: Json = {"id": _new_id(prefix), "type": kind, "status": "in_progress"}
-        self._at = {"item_id": self._own["id"], "output_index": index}
+        self._fields: Json = {"id": _new_id(prefix), "type": kind, "status": "in_progress"}
+        self._at = {"item_id": self._fields["id"], "output_index": index}
         match self.kind:
             case "call":
-                self._own |= {"call_id": _new_id("call"), "name": part.name}
+                self._fields |= {"call_id": _new_id("call"), "name": part.name}
             case "content":
-                self._own |= {"role": "assistant"}
+                self._fields |= {"role": "assistant"}
             case "reasoning":
-                self._own |= {"summary": []}
+                self._fields |= {"summary": []}
         if self._content:
             self._at["content_index"] = 0
 
@@ -61,7 +61,7 @@ class ResponseItem:
             yield {"type": f"{self._events}.delta", **self._at, "delta": text, **self._logprobs()}
 
     def close(self, status: str) -> Iterator[Json]:
-        self._own["status"] = status
+        self._fields["status"] = status
         name = "text" if self._content else "arguments"
         yield {"type": f"{self._events}.done", **self._at, name: self._text, **self._logprobs()}
         if self._content:
@@ -71,8 +71,8 @@ class ResponseItem:
 
     def json(self, empty: bool = False) -> Json:
         if not self._content:
-            return {**self._own, "arguments": "" if empty else self._text}
-        return {**self._own, "content": [] if empty else [self._part(self._text)]}
+            return {**self._fields, "arguments": "" if empty else self._text}
+        return {**self._fields, "content": [] if empty else [self._part(self._text)]}
 
     def _part(self, text: str) -> Json:
         return {
@@ -164,10 +164,8 @@ class ResponseReply:
             "user": request.user,
         }
         self._head = ENCODER.encode(head)[:-1]  # once: a stream says it three times
-        if (size := len(self._head) + 1) > MOST_REPEATED:
-            message = (
-                f"the answer would repeat {size} characters of the request, the limit is {MOST_REPEATED}"
-            )
+        if (size := len(self._head) + 1) > MAX_REPEATED:
+            message = f"the answer would repeat {size} characters of the request, the limit is {MAX_REPEATED}"
             way_out = "shorten instructions, tools, text, reasoning, metadata or user"
             raise Refused("too_long", message=message, way_out=way_out)
 

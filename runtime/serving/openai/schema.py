@@ -252,10 +252,10 @@ class ChatRequest(ApiRequest):
         return self
 
     def names(self) -> dict[str, str]:
-        most = "max_tokens" if self.max_completion_tokens is None else "max_completion_tokens"
+        max_tokens_name = "max_tokens" if self.max_completion_tokens is None else "max_completion_tokens"
         return {
             "prompt": "messages",
-            "max_tokens": most,
+            "max_tokens": max_tokens_name,
             "logprobs": "top_logprobs",
             "structured_outputs": self.grammar,
         }

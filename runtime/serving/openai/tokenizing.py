@@ -14,7 +14,7 @@ from hemiola.runtime.serving.openai.message import Message
 from hemiola.runtime.serving.openai.model import ServedModel, find_model
 from hemiola.runtime.serving.openai.schema import Tool, as_chat, parse
 
-MOST_IDS = 2**15  # of a call: each costs some microseconds
+MAX_IDS = 2**15  # of a call: each costs some microseconds
 
 
 class TokenizeRequest(Body):
@@ -65,9 +65,9 @@ def tokenize(model: ServedModel, request: TokenizeRequest) -> dict[str, Any]:
         kwargs = {"chat_template_kwargs": request.chat_template_kwargs}
         prompt, _ = render(model, as_chat({**asked, **kwargs}))
     special = request.add_special_tokens and request.prompt is not None  # a template writes its own
-    ids = text.encode(prompt, MOST_IDS, special)
-    if len(ids) > MOST_IDS:
-        message = f"the prompt is {len(ids)} tokens, at most {MOST_IDS} are read here"
+    ids = text.encode(prompt, MAX_IDS, special)
+    if len(ids) > MAX_IDS:
+        message = f"the prompt is {len(ids)} tokens, at most {MAX_IDS} are read here"
         raise Refused("too_long", "prompt", len(ids), message=message)
     names = [model.tokens.name(token_id) for token_id in ids] if request.return_token_strs else None
     return {"count": len(ids), "max_model_len": model.max_len, "tokens": ids, "token_strs": names}
@@ -75,11 +75,11 @@ def tokenize(model: ServedModel, request: TokenizeRequest) -> dict[str, Any]:
 
 def detokenize(model: ServedModel, request: DetokenizeRequest) -> dict[str, Any]:
     tokenizer = model.need_text("tokens").tokenizer
-    most = tokenizer.get_vocab_size(with_added_tokens=True) - 1
-    if len(request.tokens) > MOST_IDS:
+    last_id = tokenizer.get_vocab_size(with_added_tokens=True) - 1
+    if len(request.tokens) > MAX_IDS:
         size = Amount(len(request.tokens), "ids")
-        raise Refused("too_long", "tokens", size, f"at most {MOST_IDS} are read here", "send fewer")
+        raise Refused("too_long", "tokens", size, f"at most {MAX_IDS} are read here", "send fewer")
     for at, token_id in enumerate(request.tokens):
-        if not 0 <= token_id <= most:
-            raise Refused("out_of_range", f"tokens[{at}]", token_id, f"the tokenizer has 0..{most}")
+        if not 0 <= token_id <= last_id:
+            raise Refused("out_of_range", f"tokens[{at}]", token_id, f"the tokenizer has 0..{last_id}")
     return {"prompt": tokenizer.decode(request.tokens, skip_special_tokens=False)}

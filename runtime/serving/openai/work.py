@@ -87,17 +87,19 @@ def completion(model: ServedModel, request: CompletionRequest) -> Work:
     prompts = [encode(model, prompt) for prompt in request.prompt]
     scores = [PromptScores(model, ids, request.prompt_logprobs, request.num_echoed) for ids in prompts]
     check_total(sum(map(len, prompts)), request.num_choices, scores[0].num_asked)
-    most = request.max_tokens or DEFAULT_MAX_TOKENS
+    max_tokens = request.max_tokens or DEFAULT_MAX_TOKENS
     if not request.stream:
-        num_tokens = sum(min(most, model.max_len - len(ids)) for ids in prompts) * request.num_choices
+        num_tokens = sum(min(max_tokens, model.max_len - len(ids)) for ids in prompts) * request.num_choices
         check_scores(num_tokens, request.logprobs)
-    params = request.params(most, request.logprobs, prompt_logprobs=scores[0].num_asked)
+    params = request.params(max_tokens, request.logprobs, prompt_logprobs=scores[0].num_asked)
     tokens = model.tokens if request.logprobs is not None else None
     choices: list[Choice] = []
-    for prompt, ids, own in zip(request.prompt, prompts, scores, strict=True):
+    for prompt, ids, prompt_scores in zip(request.prompt, prompts, scores, strict=True):
         echo = _echo(model, prompt) if request.echo else ""
         for _ in params:
-            choices.append(TextChoice(len(choices), ids, tokens, bool(request.return_token_ids), echo, own))
+            choices.append(
+                TextChoice(len(choices), ids, tokens, bool(request.return_token_ids), echo, prompt_scores)
+            )
     asked = [(ids, each) for ids in prompts for each in params]
     return Work(asked, choices, Reply("text_completion", model, choices, len(params)))
 
@@ -118,10 +120,10 @@ def chat(model: ServedModel, request: ChatRequest) -> Work:
     structured = guide(request, expected)
     ids = encode(model, prompt, special=False)
     check_total(len(ids), request.num_choices, request.prompt_logprobs)
-    most = request.most_tokens or max(model.max_len - len(ids), 1)
+    max_tokens = request.most_tokens or max(model.max_len - len(ids), 1)
     if not request.stream:
-        check_scores(min(most, model.max_len - len(ids)) * request.num_choices, request.num_logprobs)
-    params = request.params(most, request.num_logprobs, structured, request.prompt_logprobs)
+        check_scores(min(max_tokens, model.max_len - len(ids)) * request.num_choices, request.num_logprobs)
+    params = request.params(max_tokens, request.num_logprobs, structured, request.prompt_logprobs)
     tokens = model.tokens if request.logprobs else None
     with_ids, scores = bool(request.return_token_ids), PromptScores(model, ids, request.prompt_logprobs)
     choices = [ChatChoice(i, ids, tokens, with_ids, expected, scores) for i in range(len(params))]
@@ -134,8 +136,8 @@ def response(model: ServedModel, request: ResponsesRequest) -> Work:
     prompt, expected = render(model, as_chat)
     structured = guide(as_chat, expected)
     ids = encode(model, prompt, special=False)
-    most = request.max_output_tokens or max(model.max_len - len(ids), 1)
-    (params,) = as_chat.params(most, None, structured)
+    max_tokens = request.max_output_tokens or max(model.max_len - len(ids), 1)
+    (params,) = as_chat.params(max_tokens, None, structured)
     choice = ResponseChoice(ids, expected)
     reply = ResponseReply(model, request, choice)
     return Work([(ids, params)], [choice], reply)
