@@ -83,6 +83,7 @@ def _growth(step: Mapping[str, Any]) -> float:
 def _around(step: Mapping[str, Any]) -> int:
     if step["type"] != "TemplateProcessing":
         return 0
+    sizes = {  # the library does not ask for as many tokens as ids
         name: len(special["ids"]) + sum(map(len, special["tokens"]))
         for name, special in step["special_tokens"].items()
     }
