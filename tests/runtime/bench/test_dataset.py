@@ -126,8 +126,10 @@ def test_line_separators_inside_a_string_do_not_end_a_line(read: Callable[..., l
 def test_a_bad_line_is_named_with_its_place_value_and_way_out(
     read: Callable[..., list[Turn]], line: object, words: list[str]
 ) -> None:
-    message = str(refused(lambda: read({"prompt": "good"}, line)))
-    assert "data.jsonl:2" in message and len(message) < 400
+    with pytest.raises(Refused) as caught:
+        read({"prompt": "good"}, line)
+    message = str(caught.value)
+    assert "data.jsonl:2" in message and "\n" not in message and len(message) < 400
     for word in words:
         assert word in message
 

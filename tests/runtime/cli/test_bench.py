@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import os
 import shutil
 import signal
 import subprocess
@@ -80,6 +81,7 @@ class FakeLLM(LLM):
         self._request_ids = itertools.count(1)
         self._bounds = Bounds(self.config.max_len, self.config.max_len, VOCAB, eos_ids=())
         self._loop.start()
+        self._pid = os.getpid()
 
 
 @pytest.fixture

@@ -42,6 +42,8 @@ class NodeByNode:
         bind_forms(program, segment)
         self._call = partial(program, *bound)
 
+    record = None  # of a CPU's step
+
     def __call__(self, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
         return self._call(*inputs)
 
