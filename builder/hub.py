@@ -226,9 +226,10 @@ def _check_headers(response: Any) -> None:
 
 
 def _check_wait(response: Any) -> None:
-    """huggingface_hub sleeps for as long as it is told."""
-    told = " ".join(response.headers.get(name, "") for name in ("Retry-After", "ratelimit"))
-    if longest := [number for number in re.findall("[0-9]+", told) if len(number) > LONGEST_WAIT]:
+    """huggingface_hub sleeps for as long as it is told. It reads no dates."""
+    after, limits = (response.headers.get(name, "") for name in ("Retry-After", "ratelimit"))
+    seconds = re.findall(r"^\s*(\d+)\s*$", after) + re.findall(r";\s*t\s*=\s*(\d+)", limits)
+    if longest := [number for number in seconds if len(number) > LONGEST_WAIT]:
         message = f"{constants.ENDPOINT} asks to come back in {longest[0][:60]} s"
         raise Refused("failed", message=message, way_out="build again then; files that have come are kept")
 

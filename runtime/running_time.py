@@ -17,11 +17,15 @@ class RunningTime:
         threading.Thread(target=self._run, name="hemiola-clock", daemon=True).start()
 
     def __call__(self) -> float:
+        return self._at(self.wall())
+
+    def _at(self, wall: float) -> float:
         seconds, at = self._last
-        return seconds + min(self.wall() - at, 2 * TICK)
+        return seconds + min(wall - at, 2 * TICK)
 
     def tick(self) -> None:
-        self._last = self(), self.wall()
+        wall = self.wall()  # once: what passes between two looks would be lost, and the clock go back
+        self._last = self._at(wall), wall
 
     def end(self) -> None:
         self._ended.set()

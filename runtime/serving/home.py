@@ -52,7 +52,8 @@ def hide(beats: Path) -> None:
     through them, and tritonserver lets everybody on the machine read them, whatever the umask is."""
     for path in beats.parent.glob(f"{glob.escape(beats.name.removesuffix('beats'))}*"):
         if _is_ours(path, stat.S_ISREG):
-            path.chmod(0o600)
+            with contextlib.suppress(FileNotFoundError):  # of a model that was unloaded just now
+                path.chmod(0o600)
 
 
 def remove_stale() -> None:

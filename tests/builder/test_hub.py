@@ -354,7 +354,12 @@ def test_an_answer_of_a_hub_that_has_no_end_takes_all_memory(
         fetch()
 
 
-@pytest.mark.parametrize("header", [{"Retry-After": "86400"}, {"ratelimit": '"api";r=0;t=99999999'}])
+DAY = "٨٦٤٠٠".encode().decode("latin-1")  # 86400 in Arabic digits, as they come
+
+
+@pytest.mark.parametrize(
+    "header", [{"Retry-After": "86400"}, {"Retry-After": DAY}, {"ratelimit": '"api";r=0;t=99999999'}]
+)
 def test_a_hub_lets_a_build_sleep_for_days(
     hub: FakeHub, monkeypatch: pytest.MonkeyPatch, header: dict[str, str]
 ) -> None:
@@ -363,6 +368,25 @@ def test_a_hub_lets_a_build_sleep_for_days(
     hub.status, hub.headers = 429, header
     with pytest.raises(Refused, match=r"asks to come back in \d+ s; build again then"):
         hub_door.fetch_weights(origin, lambda *_: None)
+
+
+@pytest.mark.parametrize(
+    "header", [{"Retry-After": "Wed, 21 Oct 2015 07:28:00 GMT"}, {"ratelimit": '"resolvers";r=4999;t=271'}]
+)
+def test_a_date_and_how_much_is_left_are_taken_for_seconds_to_wait(
+    hub: FakeHub, monkeypatch: pytest.MonkeyPatch, header: dict[str, str]
+) -> None:
+    """A Hub that was busy for a moment ended the build."""
+    origin, waits = hub_door.locate(Path(NAME), None, lambda *_: None), list[float]()
+
+    def sleep(seconds: float) -> None:
+        waits.append(seconds)
+        hub.status = 0
+
+    monkeypatch.setattr("huggingface_hub.utils._http.time.sleep", sleep)
+    hub.status, hub.headers = 503, header
+    hub_door.fetch_weights(origin, lambda *_: None)
+    assert waits == [1]
 
 
 def test_a_warning_of_a_hub_controls_a_terminal(hub: FakeHub) -> None:

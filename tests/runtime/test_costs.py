@@ -14,13 +14,20 @@ from hemiola.runtime.api import SamplingParams, StructuredOutputsParams
 from hemiola.runtime.choose.rules import RuleTable
 from hemiola.runtime.errors import Refused
 from hemiola.runtime.schedule.request import Bounds, new_request
-from hemiola.runtime.serving.ask import ALIASES, FIXED, KEYS, read_ask, read_request
+from hemiola.runtime.serving.ask import (
+    ALIASES,
+    FIXED,
+    KEYS,
+    check_scores,
+    check_total,
+    read_ask,
+    read_request,
+)
 from hemiola.runtime.serving.openai.answer import Expected
 from hemiola.runtime.serving.openai.model import ServedModel
 from hemiola.runtime.serving.openai.response_reply import ResponseChoice, ResponseReply
 from hemiola.runtime.serving.openai.responses import ResponsesRequest
 from hemiola.runtime.serving.openai.schema import ApiRequest, ChatRequest, CompletionRequest, parse
-from hemiola.runtime.serving.openai.work import check_scores, check_total
 from hemiola.runtime.text import Text
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -177,6 +184,8 @@ LIMITS: list[tuple[str, int, Callable[..., object], dict[str, Any], dict[str, An
     ("prompt_logprobs", 20, chat, {"prompt_logprobs": 20}, {"prompt_logprobs": 21}),
     ("top_logprobs", 20, chat, {"logprobs": True, "top_logprobs": 20},
      {"logprobs": True, "top_logprobs": 21}),
+    ("prompt_logprobs", 2**23, prompts, {"num_tokens": 2**16, "num_scored": 0},
+     {"num_tokens": 2**16, "num_scored": 1}),
     ("priority", INT, sampling, {"priority": INT}, {"priority": INT + 1}),
     ("priority", -(2**31), sampling, {"priority": -(2**31)}, {"priority": -(2**31) - 1}),
     ("cache_salt", 1024, sampling, {"cache_salt": "a" * 1024}, {"cache_salt": "a" * 1025}),
@@ -229,7 +238,10 @@ def test_lists_that_no_graph_holds_are_named() -> None:
     for name, words in (
         ("stop_token_ids", f"beyond {held.stops} ids no graph"),
         ("logit_bias", f"beyond {held.biases} ids no graph"),
-        ("bad_words_ids", f"{held.words} words, or {held.before} ids before their last ones, no graph"),
+        (
+            "bad_words_ids",
+            f"beyond {held.words} words, or {held.before} ids before their last ones, no graph",
+        ),
     ):
         assert words in times[name]
 

@@ -235,12 +235,16 @@ def test_one_character_becomes_millions(bomb: str, tmp_path: Path) -> None:
 MARK = {"SpecialToken": {"id": "a", "type_id": 0}}
 
 
-@pytest.mark.parametrize("marks", [["a"] * 5000, ["a" * 5000]], ids=["ids", "characters"])
-def test_ids_around_a_text_take_gigabytes(marks: list[str], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("num_ids", "marks"),
+    [(5000, ["a"] * 5000), (1, ["a" * 5000]), (5000, ["a"])],
+    ids=["ids", "characters", "ids without tokens"],
+)
+def test_ids_around_a_text_take_gigabytes(num_ids: int, marks: list[str], tmp_path: Path) -> None:
     """1,000 marks of 10,000 ids each are a file of 126 KB, and ten million ids."""
     source = checkpoints.make("qwen3_5", tmp_path / "source")
     path = source / "tokenizer.json"
-    own = {"a": {"id": "a", "ids": [0] * len(marks), "tokens": marks}}
+    own = {"a": {"id": "a", "ids": [0] * num_ids, "tokens": marks}}
     step = {"type": "TemplateProcessing", **PAIR, "single": [MARK, WHOLE], "special_tokens": own}
     path.write_text(json.dumps(json.loads(path.read_text()) | {"post_processor": step}))
     with pytest.raises(Refused, match=r"puts \d+ ids and characters around each text, at most 4096 are"):

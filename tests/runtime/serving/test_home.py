@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -235,6 +235,22 @@ def test_regions_of_a_server_are_read_by_other_users(tmp_path: Path) -> None:
     homes.hide(home.beats)
     assert (mine.stat().st_mode & 0o777, other.stat().st_mode & 0o777) == (0o600, 0o644)
     assert home.beats.stat().st_mode & 0o777 == 0o700
+    home.remove()
+
+
+def test_a_region_that_goes_meanwhile_keeps_an_engine_from_opening(monkeypatch: pytest.MonkeyPatch) -> None:
+    home, there = Home(), homes._is_ours
+    (region := homes.SHARED_MEMORY / f"{home.shm_prefix}region").touch()
+
+    def goes(path: Path, *kind: Callable[[int], bool]) -> bool:
+        found = there(path, *kind)
+        if path == region:
+            region.unlink()
+        return found
+
+    monkeypatch.setattr(homes, "_is_ours", goes)
+    homes.hide(home.beats)
+    monkeypatch.undo()
     home.remove()
 
 
