@@ -162,6 +162,7 @@ def test_clocks_that_jump_change_nothing_and_a_step_that_raises_ends_its_request
 ) -> None:
     arguments = (f"--engine-dir={engine_dirs['hemiola']}", "--restart=3", "--hang-timeout=20")
     with Served(*arguments, hemiola=sabotaged(tmp_path)) as served:
+        said = len(served.said)
         with Client(served.grpc_url, retries=0) as client:
             (whole,) = client.generate(["def "], LONG, timeout_s=600)
             expected = llm.generate(["def "], LONG)[0]
@@ -169,14 +170,14 @@ def test_clocks_that_jump_change_nothing_and_a_step_that_raises_ends_its_request
             assert 0 < whole.metrics.time_to_first_token < 600
             (cut,) = client.generate(["def "], LONG, timeout_s=1e-6)
             assert cut.finish_reason == "timeout"
-            assert served.said == "", "a jump was taken for a hang"
+            assert served.said[said:] == "", "a jump was taken for a hang"
             reason = r"^\[INTERNAL\] the engine failed: ValueError: kernel on fire$"
             for stream in [client.stream(prompt, LONG) for prompt in (POISON, "in flight")]:
                 with pytest.raises(RuntimeError, match=reason):
                     list(stream)
         works_again(served, llm)
         assert re.search(r"lost: hemiola: the engine failed \(ValueError: kernel on fire\)", served.said)
-        assert served.said.count("starting again in") == 1
+        assert served.said[said:].count("starting again in") == 1
         assert served.end() == 0
 
 

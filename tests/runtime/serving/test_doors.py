@@ -40,7 +40,8 @@ def served(
     models = {name: {"engine_dir": str(engine_dir), **own} for name, own in WAYS.items()}
     models |= {name: {"engine_dir": str(path), **WAYS["fast"]} for name, path in narrow_dirs.items()}
     file = models_file(tmp_path_factory.mktemp("doors"), models)
-    running = Served(f"--models={file}", f"--control-key={KEY}", "--openai-port=0")
+    # nine engines on two cores: one may get no processor for long
+    running = Served(f"--models={file}", f"--control-key={KEY}", "--openai-port=0", "--hang-timeout=120")
     yield running
     assert running.end() == 0, running.said
 
