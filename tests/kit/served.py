@@ -18,7 +18,9 @@ PORTS = ("serve", "--http-port=0", "--grpc-port=0", "--metrics-port=0", "--start
 SERVE = [*HEMIOLA, *PORTS]
 
 # What tritonserver 2.51 does where an engine's process gets no processor for a second while it holds a lock.
-STARVED = "lost: tritonserver did not start (it ended with -6):   what():  boost::interprocess::lock_exception"
+STARVED = (
+    "lost: tritonserver did not start (it ended with -6):   what():  boost::interprocess::lock_exception"
+)
 
 
 class Served:
