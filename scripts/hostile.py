@@ -117,7 +117,8 @@ def dearest(vocab_size: int) -> dict[str, Dear]:
         "top_k": Dear({"temperature": 1.5, "top_p": 0.999, "top_k": vocab_size - 1}),
         "structured_outputs": Dear({"structured_outputs": json.dumps({"json": schema})}),
         "structured_outputs, choices": Dear(
-            {"structured_outputs": json.dumps({"choice": [f"choice {i:05d}" for i in range(10_000)]})}
+            {"structured_outputs": json.dumps({"choice": [f"choice {i:05d}" for i in range(10_000)]})},
+            TEXT | {"max_tokens": 9},  # as long as a choice
         ),
         "structured_outputs, regex": Dear(
             {"structured_outputs": json.dumps({"regex": "([a-z]+[ ,]){1,200}([0-9a-f]{2}|é|日)*"})}
