@@ -2,7 +2,7 @@
 
 import itertools
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import pytest
 from kit.engine_hand import CHUNK as U
@@ -190,10 +190,11 @@ def test_m06_siblings_behind_one_system_prompt(
     ],
 )
 def test_m08_preemption_at_every_step(
-    small_hand: Callable, wanted: Wanted, family: str, kind: str, prefix_cache: bool, depth: int
-) -> None:
+    small_hand: Callable, wanted: Wanted, family: str, kind: str, prefix_cache: bool, depth: int,
+    runs: Sequence[int] = (0, 1, 2),
+) -> None:  # fmt: skip
     """Pages for 1.3 requests, six of them; every step is followed by a preemption in one of three runs."""
-    for run in range(3):
+    for run in runs:
         hand = small_hand(
             family,
             kind,
