@@ -307,7 +307,11 @@ def test_003_an_edge_crossed_inside_an_accepted_window_saves_a_wrong_snapshot(
 
 @pytest.mark.parametrize(
     ("family", "kind", "pipeline_depth"),
-    [(FAMILIES[(n + depth) % 2], kind, depth) for n, kind in enumerate(["scripted", "ngram"]) for depth in DEPTHS],
+    [
+        (FAMILIES[(n + depth) % 2], kind, depth)
+        for n, kind in enumerate(["scripted", "ngram"])
+        for depth in DEPTHS
+    ],
 )
 def test_004_a_step_without_drafts_reads_the_state_before_the_accepted_ones(
     engine_hands: Callable[..., EngineHand], wanted: Wanted, family: str, kind: str, pipeline_depth: int
