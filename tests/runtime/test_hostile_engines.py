@@ -31,6 +31,7 @@ SHOWN = {"architecture", "layers", "refused", "builder_version", "torch_version"
 def opener() -> Iterator[Opener]:
     made = Opener()
     yield made
+    made.check_sound()
     made.close()
 
 
