@@ -137,12 +137,14 @@ def test_all_parts_all_tools_and_all_kernels_decide(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
+    few = {part: sanitize.PARTS[part] for part in ("moe", "linear", "clock")}
+    monkeypatch.setitem(sanitize.main.__globals__, "PARTS", few)
     launched = " ".join(sanitize.all_kernels())
     clean = CLEAN.replace("attention._attend attention._prompt", launched)
     said = {tool: clean + "========= ERROR SUMMARY: 0 errors\n" for tool in sanitize.TOOLS}
     said |= {"version": "2026.10.0.0 (build 39022338)", "racecheck": clean + NO_RACE}
     said["initcheck"] = said["initcheck"].replace(f" {unseen}", "") if unseen else said["initcheck"]
-    said |= {f"racecheck {sanitize.PARTS[part][1]}": clean + race for part, race in racing.items()}
+    said |= {f"racecheck {few[part][1]}": clean + race for part, race in racing.items()}
     (tmp_path / "compute-sanitizer").write_text(TOOL.format(python=sys.executable))
     (tmp_path / "compute-sanitizer").chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
@@ -155,7 +157,7 @@ def test_all_parts_all_tools_and_all_kernels_decide(
     assert ended.value.code == bool(wrong)
     assert text.splitlines()[-1] == (f"* wrong: {wrong}" if wrong else "* all clean")
     assert (HAZARD in text) == (RACE in racing.values())
-    assert text.count("\n| ") == len(sanitize.TOOLS) * len(sanitize.PARTS), text
+    assert text.count("\n| ") == len(sanitize.TOOLS) * len(few), text
 
 
 def test_kernels_that_were_not_launched_are_not_said_to_be(

@@ -14,12 +14,9 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 HALF = torch.bfloat16 if DEVICE == "cuda" else torch.float16  # the interpreter multiplies no bfloat16
 
-on_gpu = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(
-        DEVICE == "cpu" and not INTERPRETED, reason="needs a CUDA device or TRITON_INTERPRET=1"
-    ),
-]
+if DEVICE == "cpu" and not INTERPRETED:  # a module at once: a thousand tests, each skipped, take seconds
+    pytest.skip("needs a CUDA device or TRITON_INTERPRET=1", allow_module_level=True)
+on_gpu = pytest.mark.gpu
 needs_memory = pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU's memory")
 
 # tokens that run beside a row: 1, less than a tile, a tile and one more, many

@@ -45,7 +45,7 @@ DOORS = {name: door for name, door in DOORS.items() if name != "OpenAI" or find_
 @pytest.fixture(scope="module")
 def expected(engine: Callable[..., Path]) -> dict[str, list[Said]]:
     """By model."""
-    said = {folder: plain_run(folder)[0] for folder in {engine_of(name, engine) for name in MODELS}}
+    said = {folder: plain_run(folder) for folder in {engine_of(name, engine) for name in MODELS}}
     return {name: said[engine_of(name, engine)] for name in MODELS}
 
 

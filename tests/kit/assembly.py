@@ -1,6 +1,6 @@
 """Loops of compiled kernels that keep vectors on the stack, as the assembly shows them.
 
-    python -m tests.kit.assembly MODULES [NUMBERxLANES [TRIPLE]]
+    python -m tests.kit.assembly MODULES [NUMBERxLANES [TRIPLE [KERNEL]]]
 
 prints a line for each such loop, with how many vectors it writes there (none: it reads what was put there
 before it), and how many loops with arithmetic were seen. numba's environment says which CPU the code is for;
@@ -93,7 +93,7 @@ def machine(triple: str) -> llvm.TargetMachine:
     return llvm.Target.from_triple(triple).create_target_machine(opt=3)
 
 
-def main(modules: str, claimed: str = "", triple: str = "") -> None:
+def main(modules: str, claimed: str = "", triple: str = "", only: str = "") -> None:
     if claimed:
         registers.REGISTERS = registers.Registers(*map(int, claimed.split("x")))
     from hemiola.plugins.cpu import jit
@@ -103,6 +103,8 @@ def main(modules: str, claimed: str = "", triple: str = "") -> None:
     target, seen = machine(triple), 0
     for kernel in jit.KERNELS:
         if kernel._function.__module__.removeprefix("hemiola.plugins.") not in modules.split(","):
+            continue
+        if only and kernel.name != only:
             continue
         module = kernel.compile()._library._get_module_for_linking()
         if triple:

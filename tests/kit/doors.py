@@ -240,9 +240,7 @@ def models_file(folder: Path, models: dict[str, dict]) -> Path:
     return file
 
 
-def plain_run(engine_dir: Path) -> tuple[list[Said], set[int]]:
-    """What every door must say: one request after the other; and which of OWN change what is said."""
+def plain_run(engine_dir: Path, asked: list[SamplingParams] = PARAMS) -> list[Said]:
+    """What every door must say: one request after the other."""
     with LLM(engine_dir, **WAYS["slow"], max_rows=1) as llm:
-        found = [of_output(output) for output in llm.generate(PROMPTS, PARAMS)]
-        plain = llm.generate(PROMPTS, [params(shared(i)) for i in range(len(PROMPTS))])
-    return found, {i % len(OWN) for i, output in enumerate(plain) if output.token_ids != found[i].token_ids}
+        return [of_output(output) for output in llm.generate(PROMPTS, asked)]

@@ -29,6 +29,18 @@ class Opener:
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[str] | None = None
+        self._sound: dict[Path, dict[str, Any]] = {}
+
+    def open_sound(self, engine_dir: Path) -> dict[str, Any]:
+        """What comes of an engine that nobody changed; a process opens it once."""
+        if engine_dir not in self._sound or self._process is None:
+            self._sound[engine_dir] = self.open(engine_dir)
+        return self._sound[engine_dir]
+
+    def check_sound(self) -> None:
+        """No engine that came between has changed what those say."""
+        for engine_dir, found in self._sound.items():
+            assert self.open(engine_dir) == found, engine_dir
 
     def open(self, engine_dir: Path) -> dict[str, Any]:
         """{"refused": line}, {"tokens": [...], "text": ...}, {"error": traceback} or {"died": status}."""

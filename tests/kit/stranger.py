@@ -36,7 +36,7 @@ class Stranger:
         self.source, self.opener, self.made = source, opener, folder / MADE
         self.dir = folder / "engine"
         self.reset()
-        self.expected = opener.open(source)
+        self.expected = opener.open_sound(source)
         assert "tokens" in self.expected, self.expected
 
     def reset(self) -> None:

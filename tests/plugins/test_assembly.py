@@ -62,7 +62,8 @@ def test_nothing_is_spilled_on_neon(tmp_path: Path) -> None:
 
 @X86
 def test_tiles_for_more_registers_than_there_are_are_seen(tmp_path: Path) -> None:
-    loops, _ = spilled(["linear.compiled"], AVX2 | {"XDG_CACHE_HOME": str(tmp_path)}, "24x8")
+    own = AVX2 | {"XDG_CACHE_HOME": str(tmp_path)}
+    loops, _ = spilled(["linear.compiled"], own, "24x8", "", "multiply")
     assert any("tiles" in loop for loop in loops)
 
 

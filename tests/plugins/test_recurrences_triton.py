@@ -60,7 +60,7 @@ def test_fp32_errs_no_more_than_sums_in_another_order(op: str, sizes: dict) -> N
     check_errors(OPS[op].subject(**sizes), 3e-6, 3e-6)
 
 
-@pytest.mark.parametrize(("op", "sizes", "tiles"), plans())
+@pytest.mark.parametrize(("op", "sizes", "tiles"), list(plans()))
 def test_tiles_leave_the_bits_alone(
     op: str, sizes: dict, tiles: tuple[int, ...], poisoned_empty: None
 ) -> None:

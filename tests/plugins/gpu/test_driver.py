@@ -93,6 +93,7 @@ def test_only_a_kernel_that_waits_may_begin_before_the_one_before_it_has_ended(
         return (driver.DONE,)
 
     monkeypatch.setattr(driver.driver, "cuLaunchKernelEx", start)
+    monkeypatch.setattr(driver.driver, "cuLibraryUnload", lambda library: None)  # when `launch` is gone
     streams = iter((2**40, 7, 0))
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: next(streams), raising=False)
     binary = Binary(Call("op._it", ("i32",), ()), "it", 5000, 128, (), waits)

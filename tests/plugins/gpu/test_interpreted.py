@@ -230,7 +230,11 @@ def test_rows_with_and_without_space_for_their_pieces_have_the_bits_of_a_row_alo
     assert torch.equal(call(*range(5)), alone)
 
 
-@pytest.mark.parametrize(("num_drafts", "plan"), [(9, None), (20, (8, 128))])
+@pytest.mark.parametrize(
+    ("num_drafts", "plan", "order"),
+    [(9, None, "forwards"), (20, (8, 128), "backwards")],
+    indirect=["order"],
+)
 def test_convs_late_snapshot_has_no_columns_of_the_tokens_behind_it(
     num_drafts: int, plan: tuple[int, int] | None, order: None
 ) -> None:

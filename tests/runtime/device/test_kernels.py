@@ -93,7 +93,7 @@ def test_a_binary_that_the_driver_does_not_take_is_refused(
     ("family", "built"),
     [
         *((family, {}) for family in checkpoints.FAMILIES | checkpoints.TEST_FAMILIES),
-        *((family, {"dtype": "float32"}) for family in checkpoints.FAMILIES | checkpoints.TEST_FAMILIES),
+        *((family, {"dtype": "float32"}) for family in ("nemotron_h_moe", "qwen3_next")),  # every op
         *(("qwen3_5", {"kv_dtype": "fp8", "dtype": dtype}) for dtype in ("bfloat16", "float32")),
     ],
     ids=str,

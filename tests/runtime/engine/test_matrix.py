@@ -102,7 +102,7 @@ def test_m07_chunks_of_any_size_beside_windows_in_any_order(
     hand = small_hand(
         family, kind, max_rows=3, max_step_tokens=chunk + 2, shuffle=random.Random(chunk), pipeline_depth=1
     )
-    text, other = wanted.story(family), wanted.story(family, 1, 100)
+    text, other = wanted.story(family, 0, 100), wanted.story(family, 1, 100)
     ids = [hand.submit(other[:n], max_tokens=20) for n in (3, 5)]
     for _ in range(3):
         hand.turn()
@@ -181,7 +181,7 @@ def test_m12_drafts_of_every_quality(
     small_hand: Callable, wanted: Wanted, answers: Callable, family: str
 ) -> None:
     """Always right, always wrong, random, and longer than a page."""
-    dice, text = random.Random(12), wanted.story(family)
+    dice, text = random.Random(12), wanted.story(family, 0, 100)
     qualities = {
         "right": windows(answers(family), lambda request: 99),
         "wrong": windows(answers(family), lambda request: 0),
@@ -222,9 +222,9 @@ def test_m14_any_split_gives_one_state(
     lines of a slot's states, columns and records."""
     drafts = {"drafts": "ngram"} if family == "attention_only" else {}
     engine_dir = tiny_engine(family, **SMALL, **drafts, max_step_tokens=512)
-    text, dice = wanted.story(family)[: 5 * B + 3], random.Random(14)
+    text, dice = wanted.story(family, 0, 100)[: 5 * B + 3], random.Random(14)
     expected, harness = plain_runs(engine_dir).after(text), Harness(engine_dir)
-    assert expected.logits.argmax(1).tolist()[2:] == wanted.story(family)[3 : len(text) + 1]
+    assert expected.logits.argmax(1).tolist()[2:] == wanted.story(family, 0, 100)[3 : len(text) + 1]
     splits = [[1] * (len(text) - 1), [U, B, B - 1, 1, K + 1]]
     splits += [[dice.randint(1, 7) for _ in range(12)] for _ in range(3)]
     ring_slack = U + harness.manifest.limits.num_drafts

@@ -2,7 +2,7 @@
 
 import itertools
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import pytest
 from kit.engine_hand import CHUNK as U
@@ -109,7 +109,7 @@ def test_m05_a_page_edge_inside_a_window(
     first: dict[int, int] = {}
     proposer = windows(answers(family), lambda request: first.pop(request.id, None))
     hand = small_hand(family, kind, proposer=proposer, pipeline_depth=depth, num_snapshots=300, num_pages=900)
-    text = wanted.story(family)
+    text = wanted.story(family, 0, 100)
     for j, kept in cases:
         n = 2 * B - 1 - j
         request_id = hand.submit(text[:n], max_tokens=2 * B + 4 - n, cache_salt=f"{j} {kept}")
@@ -159,7 +159,7 @@ def test_m06_siblings_behind_one_system_prompt(
 ) -> None:
     """Catches hits on what the same step computes, and prefixes that silently never hit."""
     hand = small_hand(family, "mtp", pipeline_depth=depth, num_snapshots=300, num_pages=900)
-    text, dice = wanted.story(family), random.Random(6)
+    text, dice = wanted.story(family, 0, 100), random.Random(6)
     prompts = [
         (text[:s] + dice.choices(range(3, VOCAB), k=dice.choice([1, 5, B])), str(s))
         for s in (U, B - 1, B, B + 1, 2 * B + 3)
@@ -190,10 +190,11 @@ def test_m06_siblings_behind_one_system_prompt(
     ],
 )
 def test_m08_preemption_at_every_step(
-    small_hand: Callable, wanted: Wanted, family: str, kind: str, prefix_cache: bool, depth: int
-) -> None:
+    small_hand: Callable, wanted: Wanted, family: str, kind: str, prefix_cache: bool, depth: int,
+    runs: Sequence[int] = (0, 1, 2),
+) -> None:  # fmt: skip
     """Pages for 1.3 requests, six of them; every step is followed by a preemption in one of three runs."""
-    for run in range(3):
+    for run in runs:
         hand = small_hand(
             family,
             kind,

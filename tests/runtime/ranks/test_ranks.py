@@ -172,6 +172,8 @@ def test_ranks_that_do_not_fit_together_are_refused(
 ) -> None:
     """Sizes are those that the poorest rank has memory for; and nobody waits for one that hangs."""
     bad(fault)
+    if fault == "ends at once":
+        monkeypatch.setattr(followers, "COMMAND", [sys.executable, "-c", "raise SystemExit(3)"])
     if fault == "stops opening":
         monkeypatch.setattr(followers, "OPENING_SILENT", 2.0)
     if fault == "hangs opening":
@@ -210,13 +212,13 @@ def test_a_folder_that_is_not_whole_is_refused_before_a_rank_starts(
 
 
 def test_more_ranks_than_cores_are_named(
-    pair: Path, bad: Callable[[str], None], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    pair: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """They compute the same; slowly."""
-    bad("no memory")
+    monkeypatch.setattr(followers, "COMMAND", ["true"])  # it is said before a rank has read anything
     for num_cores in (1, 2):
         monkeypatch.setattr(team, "quota", lambda num=num_cores: num)
-        with pytest.raises(Refused):
+        with pytest.raises(Lost, match="rank 1 has ended"):
             LLM(pair)
     assert [record.message for record in caplog.records if "ranks" in record.message] == [
         "2 ranks share 1 core and wait for each other in every layer"
