@@ -176,7 +176,7 @@ class App:
         try:
             async with (
                 aiohttp.ClientSession(timeout=timeout) as session,
-                session.get(self._metrics_url) as page,
+                session.get(self._metrics_url, raise_for_status=True) as page,
             ):
                 return web.Response(
                     text=engines_page(await page.text()),

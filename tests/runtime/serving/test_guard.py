@@ -465,6 +465,18 @@ def test_without_tritonserver_a_client_waits(guard: Guard) -> None:
     assert said(guard, b"GET /x HTTP/1.1\r\n\r\n", "metrics").startswith(b"HTTP/1.1 503 ")
 
 
+def test_a_tritonserver_whose_queue_is_full_answers_nothing(upstream: Upstream) -> None:
+    """asyncio takes such a socket for a connection, and what comes of it is no ConnectionError."""
+    guard = Guard("127.0.0.1", ANY_PORTS)
+    with socket.socket(socket.AF_UNIX) as full, socket.socket(socket.AF_UNIX) as first:
+        full.bind("full")
+        full.listen(0)
+        first.connect("full")
+        guard.start({"http": Path("full"), "metrics": Path("nowhere")})
+        with contextlib.closing(guard):
+            assert said(guard, GET + b"\r\n\r\n").startswith(b"HTTP/1.1 502 ")
+
+
 def test_a_door_that_drains_takes_new_connections_or_cuts_answers(guard: Guard, upstream: Upstream) -> None:
     upstream.endless = True
     with socket.create_connection(("127.0.0.1", guard.ports["http"])) as held:
