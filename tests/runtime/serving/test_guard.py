@@ -8,6 +8,7 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from kit.served import until
@@ -25,7 +26,7 @@ from hemiola.runtime.serving.http_request import (
     read_body,
 )
 from hemiola.runtime.serving.ports import ANY_PORTS
-from hemiola.runtime.serving.relay import Unchunked
+from hemiola.runtime.serving.relay import Passed, Unchunked
 
 ANSWER = b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\nConnection: close\r\n\r\nok"
 
@@ -370,6 +371,15 @@ def test_chunks_that_arrive_in_parts_are_lost(size: int) -> None:
     assert b"".join(map(unchunked.take, parts)) == PLAIN + b"data: {}\n\n" * 3
 
 
+@pytest.mark.parametrize("size", [1, 2, 3, 7])
+def test_an_answer_that_arrives_in_parts_is_cut_though_it_is_whole(size: int) -> None:
+    for whole, is_cut in ((EVENTS + EVENT * 3, True), (EVENTS + EVENT * 3 + b"0\r\n\r\n", False)):
+        passed = Passed()
+        for at in range(0, len(whole), size):
+            passed.add(whole[at : at + size])
+        assert passed.is_cut_stream == is_cut
+
+
 @pytest.mark.parametrize(
     "passed", [EVENTS + EVENT + b"0\r\n\r\n", EVENTS + EVENT[:-6], ANSWER.replace(b": 2", b": 9")]
 )
@@ -443,6 +453,23 @@ def test_a_reader_that_is_dead_holds_a_growing_buffer(
         until(lambda: upstream.num_left)
     assert upstream.num_sent < 64 * 2**20
     until(lambda: not guard._answering)  # it leaves the upstream first
+
+
+def test_a_reader_that_read_once_or_has_little_more_to_read_is_waited_for_without_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    held = iter([20, 10])
+    monkeypatch.setattr(slow_reader, "WRITE_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(slow_reader, "_unread", lambda _: next(held, 10))
+
+    async def write() -> None:
+        async with slow_reader.writing(None):
+            await asyncio.sleep(60)
+
+    with pytest.raises(ConnectionResetError, match="read nothing"):
+        asyncio.run(write())
+    transport = Mock(asyncio.WriteTransport, get_write_buffer_size=lambda: slow_reader.NEVER_WAITS - 1)
+    assert slow_reader.never_waits(transport, 0) and not slow_reader.never_waits(transport, 1)
 
 
 def test_a_client_that_left_is_answered_on(guard: Guard, upstream: Upstream) -> None:
