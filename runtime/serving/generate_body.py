@@ -42,7 +42,8 @@ MAX_ID = 1024  # characters; each response repeats it
 def check_generate(body: bytes | bytearray, one_response: bool = False) -> None:
     """Raises Refused, in the model's words."""
     try:
-        asked = parse_json(body.decode("utf-8-sig", errors="replace"), unique=True)
+        # Bytes that are no UTF-8 become lone surrogates, which are refused where they stand.
+        asked = parse_json(body.decode("utf-8-sig", errors="surrogateescape"), unique=True)
     except Repeated as error:
         raise Refused("conflict", message=f"{error}", way_out="give it once") from None
     except ValueError as error:
@@ -127,7 +128,8 @@ def _check(name: str, value: object, kind: str) -> None:
         return
     if kind == "STRING" and type(value) is str:
         at = SURROGATE.search(value)
-        where = f" is not valid Unicode at character {at.start() if at else 0} (a lone surrogate)"
+        why = "(a lone surrogate, or no UTF-8)"
+        where = f" is not valid Unicode at character {at.start() if at else 0} {why}"
         raise Refused("malformed", name, message=(Name(name), where), way_out="remove it")
     if kind == "INT64" and type(value) is int:
         raise Refused("out_of_range", name, value, "which needs more than 64 bits", "give a smaller number")
