@@ -47,7 +47,7 @@ WRONG = [
     ({"text_input": {"a": 1}}, "text_input is {'a': 1}; give a text"),
     ({"text_input": ["a", "b"]}, "text_input has 2 values; give one"),
     ({"text_input": f"a{ALONE}"}, "text_input is not valid Unicode at character 1 (a lone surrogate, or no"),
-    ({"stop": ["é", ALONE]}, "stop[1] is not valid Unicode at character 0 (a lone surrogate, or no UTF-8); r"),
+    ({"stop": ["é", ALONE]}, "stop[1] is not valid Unicode at character 0 (a lone surrogate, or no UTF-8)"),
     (b'{"text_input": "a\xff"}', "text_input is not valid Unicode at character 1"),
     (b'{"id": "a\xff"}', "id is not valid Unicode at character 1"),
     (b'{"foo": "\xed\xa0\x80"}', "foo is not valid Unicode at character 0"),
