@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from hemiola.runtime.errors import Amount, Name, Refused
 from hemiola.runtime.json_file import Repeated, parse_json
-from hemiola.runtime.serving.ask import ALIASES, JSON, check_count
+from hemiola.runtime.serving.ask import ALIASES, JSON, check_count, check_id
 from hemiola.runtime.serving.error_text import KINDS
 from hemiola.runtime.serving.model_folder import find_model_folder
 
@@ -36,7 +36,6 @@ def inputs() -> dict[str, Input]:
 
 
 MAX_KEYS = 128  # tritonserver's time grows with the square of their number: 40,000 held up all for 12 s
-MAX_ID = 1024  # characters; each response repeats it
 
 
 def check_generate(body: bytes | bytearray, one_response: bool = False) -> None:
@@ -56,9 +55,7 @@ def check_generate(body: bytes | bytearray, one_response: bool = False) -> None:
     for name, value in asked.items():
         if name == "id":
             _check(name, value, "STRING")
-            if len(value) > MAX_ID:
-                size = Amount(len(value), "characters")
-                raise Refused("too_long", "id", size, f"the limit is {MAX_ID}", "give a shorter one")
+            check_id(value)
         elif name == "parameters":
             _check_parameters(value, one_response)
         else:
