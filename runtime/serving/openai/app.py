@@ -183,7 +183,8 @@ class App:
                     headers={"Content-Type": "text/plain; version=0.0.4"},
                 )
         except (aiohttp.ClientError, TimeoutError) as error:
-            raise ApiError(503, f"tritonserver's metrics cannot be read: {error}") from None
+            why = str(error) or f"no answer within {METRICS_TIMEOUT_S:g} s"
+            raise ApiError(503, f"tritonserver's metrics cannot be read: {why}") from None
 
     async def _list_models(self, _: web.Request) -> web.Response:
         return web.json_response({"object": "list", "data": [describe(m) for m in self._models.values()]})

@@ -13,7 +13,7 @@ from unittest.mock import Mock
 import pytest
 from kit.served import until
 
-from hemiola.runtime.serving import files, slow_reader
+from hemiola.runtime.serving import ending, files, slow_reader
 from hemiola.runtime.serving import guard as guards
 from hemiola.runtime.serving.door import TURNED_AWAY
 from hemiola.runtime.serving.guard import Guard
@@ -524,8 +524,9 @@ def test_a_door_that_drains_takes_new_connections_or_cuts_answers(guard: Guard, 
             assert held.recv(2**16)
 
 
+@pytest.mark.parametrize("reason", ["", "tritonserver burns"])
 def test_a_probe_behind_the_word_to_refuse_is_answered_by_tritonserver(
-    guard: Guard, upstream: Upstream
+    guard: Guard, upstream: Upstream, reason: str
 ) -> None:
     """The loop comes to know of it later, and so may have taken the connection already."""
     with socket.create_connection(("127.0.0.1", guard.ports["http"]), timeout=60) as probe:
@@ -534,9 +535,11 @@ def test_a_probe_behind_the_word_to_refuse_is_answered_by_tritonserver(
         guard._loop.call_soon_threadsafe(lambda: held.set() or gate.wait(60))
         held.wait(60)
         probe.sendall(b"GET /v2/health/ready HTTP/1.1\r\n\r\n")
+        guard.reason = reason
         guard.refuse()
         gate.set()
-        assert probe.recv(2**16).startswith(b"HTTP/1.1 503 ")
+        answer = probe.recv(2**16)
+        assert answer.startswith(b"HTTP/1.1 503 ") and (reason or ending.REASON).encode() in answer
     assert not upstream.asked
 
 

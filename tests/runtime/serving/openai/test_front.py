@@ -671,6 +671,17 @@ def test_metrics_are_those_of_a_page_that_was_refused(
         assert answer.json()["error"]["message"].startswith("tritonserver's metrics cannot be read: 503")
 
 
+def test_a_tritonserver_that_hangs_leaves_metrics_without_a_reason(
+    start: Callable[..., Front], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(app, "METRICS_TIMEOUT_S", 0.1)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        root = start(f"http://127.0.0.1:{silent.getsockname()[1]}/metrics").url.removesuffix("/v1")
+        answer = requests.get(f"{root}/metrics", timeout=60)
+    assert answer.status_code == 503
+    assert answer.json()["error"]["message"].endswith("cannot be read: no answer within 0.1 s")
+
+
 def test_stopping_lets_answers_finish_and_takes_no_new_ones(
     start: Callable[..., Front], triton: ScriptedTriton
 ) -> None:
