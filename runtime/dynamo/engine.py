@@ -49,7 +49,8 @@ class Context(Protocol):
 class _Running:
     """A request of Dynamo's. Its caller may leave while its grammar is compiled: then it has no id yet."""
 
-    def __init__(self, abort: Callable[[int], None]) -> None:
+    def __init__(self, name: str, abort: Callable[[int], None]) -> None:
+        self.name = name  # Dynamo's id, which callers may choose: several may have the same
         self._abort = abort
         self._request_id: int | None = None
         self._left = False
@@ -90,7 +91,7 @@ class DynamoEngine:
         self._llm: LLM | None = None
         self.error: Exception | None = None  # why it did not open
         self._meter: Meter | None = None
-        self._running: dict[str, _Running] = {}  # by Dynamo's id
+        self._running: set[_Running] = set()
         self._events: CacheEvents | None = None
         self._load_publisher: Any = None
         self._watch: asyncio.Task[None] | None = None
@@ -136,7 +137,8 @@ class DynamoEngine:
             yield PROBED
             return
         self._check_room(llm, meter)
-        running = self._running[context.id()] = _Running(llm.abort)
+        running = _Running(context.id(), llm.abort)
+        self._running.add(running)
         try:
             asked = await self._submit(llm, request, pieces.put, running)
             meter.taken(len(asked.prompt))
@@ -159,16 +161,15 @@ class DynamoEngine:
                 yield chunk
                 return
         finally:
-            if self._running.get(context.id()) is running:
-                del self._running[context.id()]
+            self._running.discard(running)
             running.leave()
             meter.ended(running.outcome)
 
     async def abort(self, context: Context) -> None:
         """The caller has left."""
-        running = self._running.get(context.id())
-        if running is not None:
-            running.leave()
+        for running in self._running:
+            if running.name == context.id():
+                running.leave()
 
     def _opened(self) -> LLM:
         if self._llm is None:

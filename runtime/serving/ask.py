@@ -14,6 +14,7 @@ from hemiola.runtime.serving.http_request import MAX_BODY
 from hemiola.runtime.serving.json_size import MOST_VALUES, check_size
 
 MAX_N = 64
+MAX_ID = 1024  # characters; each response repeats it
 MOST_SCORES = 2**22  # log-probabilities of an answer that is held until it is whole; some 130 bytes each
 MOST_TOKENS = 2**23  # of all prompts of a body: each choice's is sent by itself, and the answer may repeat it
 PROMPTS = ("text_input", "input_ids", "messages")
@@ -155,6 +156,12 @@ def _check_length(name: str, values: "np.ndarray[Any, Any]") -> None:
     check_count(name, len(values))
     if values.dtype == np.object_ and (size := sum(map(len, values.tolist()))) > MAX_BODY:
         raise Refused("too_long", name, Amount(size, "bytes"), f"the limit is {MAX_BODY}", "send less")
+
+
+def check_id(request_id: str) -> None:
+    if len(request_id) > MAX_ID:
+        size = Amount(len(request_id), "characters")
+        raise Refused("too_long", "id", size, f"the limit is {MAX_ID}", "give a shorter one")
 
 
 def check_count(name: str, num: int) -> None:

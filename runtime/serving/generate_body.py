@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from hemiola.runtime.errors import Amount, Name, Refused
 from hemiola.runtime.json_file import Repeated, parse_json
-from hemiola.runtime.serving.ask import ALIASES, JSON, check_count
+from hemiola.runtime.serving.ask import ALIASES, JSON, check_count, check_id
 from hemiola.runtime.serving.error_text import KINDS
 from hemiola.runtime.serving.model_folder import find_model_folder
 
@@ -36,13 +36,13 @@ def inputs() -> dict[str, Input]:
 
 
 MAX_KEYS = 128  # tritonserver's time grows with the square of their number: 40,000 held up all for 12 s
-MAX_ID = 1024  # characters; each response repeats it
 
 
 def check_generate(body: bytes | bytearray, one_response: bool = False) -> None:
     """Raises Refused, in the model's words."""
     try:
-        asked = parse_json(body.decode("utf-8-sig", errors="replace"), unique=True)
+        # Bytes that are no UTF-8 become lone surrogates, which are refused where they stand.
+        asked = parse_json(body.decode("utf-8-sig", errors="surrogateescape"), unique=True)
     except Repeated as error:
         raise Refused("conflict", message=f"{error}", way_out="give it once") from None
     except ValueError as error:
@@ -55,9 +55,7 @@ def check_generate(body: bytes | bytearray, one_response: bool = False) -> None:
     for name, value in asked.items():
         if name == "id":
             _check(name, value, "STRING")
-            if len(value) > MAX_ID:
-                size = Amount(len(value), "characters")
-                raise Refused("too_long", "id", size, f"the limit is {MAX_ID}", "give a shorter one")
+            check_id(value)
         elif name == "parameters":
             _check_parameters(value, one_response)
         else:
@@ -127,7 +125,8 @@ def _check(name: str, value: object, kind: str) -> None:
         return
     if kind == "STRING" and type(value) is str:
         at = SURROGATE.search(value)
-        where = f" is not valid Unicode at character {at.start() if at else 0} (a lone surrogate)"
+        why = "(a lone surrogate, or no UTF-8)"
+        where = f" is not valid Unicode at character {at.start() if at else 0} {why}"
         raise Refused("malformed", name, message=(Name(name), where), way_out="remove it")
     if kind == "INT64" and type(value) is int:
         raise Refused("out_of_range", name, value, "which needs more than 64 bits", "give a smaller number")

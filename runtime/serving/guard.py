@@ -133,7 +133,7 @@ class Guard(Door):
             writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
         body = await self._read_body(head, reader)
         if self.refuses:
-            raise Refusal(HTTPStatus.SERVICE_UNAVAILABLE, ending.REASON)
+            raise Refusal(HTTPStatus.SERVICE_UNAVAILABLE, self.reason or ending.REASON)
         mark = f"{arrival.NAME}: {arrival.make_mark(self._door_key, begun)}".encode()
         kept = [head.first_line, *head.kept, b"Connection: close", *([mark] if self._door_key else [])]
         if body or not head.first_line.startswith((b"GET ", b"HEAD ")):

@@ -57,7 +57,7 @@ async def _relay(
     """The answer, piece by piece. A client that reads nothing of it for a time is left."""
     is_old = request[0].partition(b"\r\n")[0].endswith(b" HTTP/1.0")
     asked.write(request.pop())
-    with contextlib.suppress(ConnectionError):  # what it has said before it closed is the answer
+    with contextlib.suppress(OSError):  # what it has said before it closed is the answer
         await asked.drain()
     passed = Passed()
     unchunked = Unchunked() if is_old else None
@@ -77,10 +77,10 @@ async def _relay(
 
 
 async def _read(answer: asyncio.StreamReader) -> bytes:
-    """b"" where the server closed it, or was killed."""
+    """b"" where the server closed it, was killed, or has so many connections that this is none yet."""
     try:
         return await answer.read(CHUNK)
-    except ConnectionError:
+    except OSError:
         return b""
 
 

@@ -15,6 +15,7 @@ from hemiola.runtime.serving.arrival import NAME as ARRIVAL
 from hemiola.runtime.serving.arrival import read_mark
 from hemiola.runtime.serving.ask import (
     Ask,
+    check_id,
     check_priority,
     check_scores,
     check_total,
@@ -114,6 +115,7 @@ class Service:
             self._outlet.fail(sender, kind, text)
 
     def _read(self, request: Any, sender: Any, now: float) -> None:
+        check_id(request.request_id())
         asked = read_request(request)
         arrival = read_mark(asked.pop(ARRIVAL), self._door_key, now) if ARRIVAL in asked else now
         if "cancel" in asked:

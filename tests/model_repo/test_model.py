@@ -436,6 +436,15 @@ def test_the_log_probabilities_of_a_whole_answer_are_held_without_a_limit(
     assert "are 18 tokens and log-probabilities of tokens, the limit is 15" in said
 
 
+def test_an_id_of_any_length_comes_back_with_each_response(model: Any) -> None:
+    """Of 8 MB over gRPC, they took the time of all other streams."""
+    said = "[INVALID_ARG] id has 1025 characters, the limit is 1024; give a shorter one"
+    assert ask(model, name="x" * 1025).sent == [(said, FINAL)]
+    sender = ask(model, name="x" * 1024)
+    model.service.llm.requests[0].say(last("stop"))
+    until(lambda: sender.sent)
+
+
 def test_the_engines_thread_never_waits_for_a_send(model: Any) -> None:
     sender = ask(model, {"stream": True})
     sender.gate.clear()

@@ -176,14 +176,15 @@ class App:
         try:
             async with (
                 aiohttp.ClientSession(timeout=timeout) as session,
-                session.get(self._metrics_url) as page,
+                session.get(self._metrics_url, raise_for_status=True) as page,
             ):
                 return web.Response(
                     text=engines_page(await page.text()),
                     headers={"Content-Type": "text/plain; version=0.0.4"},
                 )
         except (aiohttp.ClientError, TimeoutError) as error:
-            raise ApiError(503, f"tritonserver's metrics cannot be read: {error}") from None
+            why = str(error) or f"no answer within {METRICS_TIMEOUT_S:g} s"
+            raise ApiError(503, f"tritonserver's metrics cannot be read: {why}") from None
 
     async def _list_models(self, _: web.Request) -> web.Response:
         return web.json_response({"object": "list", "data": [describe(m) for m in self._models.values()]})

@@ -305,16 +305,24 @@ async def test_a_probe_of_a_busy_engine_waits_behind_its_requests(engine_dir: Pa
 
 
 @running
-async def test_more_requests_than_may_wait_are_refused(engine_dir: Path) -> None:
+async def test_requests_of_one_id_are_one_to_the_queue_a_drain_and_an_abort(engine_dir: Path) -> None:
+    """Dynamo takes the id that its caller sends (`x-dynamo-request-id`)."""
     async with Worker(engine_dir, max_queue=1, max_rows=1) as worker:
-        streams = [worker.ask(Call(str(n)), max_tokens=100) for n in range(2)]
+        llm, aborted = worker.llm, []
+        assert llm is not None
+        llm.abort = lambda request_id, abort=llm.abort: (aborted.append(request_id), abort(request_id))
+        streams = [worker.ask(Call("same"), max_tokens=100) for _ in range(2)]
         first = [asyncio.ensure_future(anext(stream)) for stream in streams]
         await until(lambda: len(worker.engine._running) == 2)
         with pytest.raises(Full, match="2 requests are under way in 1 row, and no more than max_queue=1"):
             await anext(worker.ask(Call("more")))
         assert [(await one)["token_ids"] for one in first]
-        for stream in streams:
-            await stream.aclose()
+        await streams[1].aclose()
+        assert not await worker.engine.is_quiescent()
+        await worker.engine.abort(Call("same"))
+        assert len(set(aborted)) == 2
+        await streams[0].aclose()
+        assert await worker.engine.is_quiescent()
         assert [chunk async for chunk in worker.ask(Call("later"))]
 
 

@@ -46,8 +46,12 @@ WRONG = [
     ({"text_input": 5}, "text_input is 5; give a text"),
     ({"text_input": {"a": 1}}, "text_input is {'a': 1}; give a text"),
     ({"text_input": ["a", "b"]}, "text_input has 2 values; give one"),
-    ({"text_input": f"a{ALONE}"}, "text_input is not valid Unicode at character 1 (a lone surrogate)"),
-    ({"stop": ["é", ALONE]}, "stop[1] is not valid Unicode at character 0 (a lone surrogate); remove it"),
+    ({"text_input": f"a{ALONE}"}, "text_input is not valid Unicode at character 1 (a lone surrogate, or no"),
+    ({"stop": ["é", ALONE]}, "stop[1] is not valid Unicode at character 0 (a lone surrogate, or no UTF-8)"),
+    (b'{"text_input": "a\xff"}', "text_input is not valid Unicode at character 1"),
+    (b'{"id": "a\xff"}', "id is not valid Unicode at character 1"),
+    (b'{"foo": "\xed\xa0\x80"}', "foo is not valid Unicode at character 0"),
+    (b'{"\xff": 1}', "unknown key '\\udcff'; leave it out"),
     ({"input_ids": [1, "a"]}, "input_ids[1] is 'a'; give a whole number"),
     ({"input_ids": [[1, 2], [3]]}, "input_ids[0] is [1, 2]; give a whole number"),
     ({"input_ids": [2**63]}, f"input_ids[0] is {2**63}, which needs more than 64 bits"),
@@ -78,6 +82,7 @@ WRONG = [
 
 @pytest.mark.parametrize(("body", "said"), WRONG)
 def test_a_wrong_type_is_answered_500(body: object, said: str) -> None:
+    """Or as our own fault, [INTERNAL], as bytes that are no UTF-8 were."""
     with pytest.raises(Refused) as caught:
         check_generate(body if isinstance(body, bytes) else json.dumps(body).encode())
     assert str(caught.value).startswith(said) and str(caught.value).isprintable()
@@ -114,7 +119,7 @@ def test_a_stream_at_the_route_for_one_response_is_answered_200_with_an_error(gi
         {str(i): i for i in range(128)},
         {"id": "x" * 1024, "stop": ["x"] * 1024, "input_ids": [5] * 2**20},
         b'\xef\xbb\xbf{"text_input": "a"}',
-        b'{"text_input": "a\xff", "temperature": NaN}',  # the model says what is wrong
+        b'{"text_input": "a", "temperature": NaN}',  # the model says what is wrong
     ],
 )
 def test_what_tritonserver_takes_goes_on(body: object) -> None:

@@ -8,11 +8,12 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from kit.served import until
 
-from hemiola.runtime.serving import files, slow_reader
+from hemiola.runtime.serving import ending, files, slow_reader
 from hemiola.runtime.serving import guard as guards
 from hemiola.runtime.serving.door import TURNED_AWAY
 from hemiola.runtime.serving.guard import Guard
@@ -25,7 +26,7 @@ from hemiola.runtime.serving.http_request import (
     read_body,
 )
 from hemiola.runtime.serving.ports import ANY_PORTS
-from hemiola.runtime.serving.relay import Unchunked
+from hemiola.runtime.serving.relay import Passed, Unchunked
 
 ANSWER = b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\nConnection: close\r\n\r\nok"
 
@@ -370,6 +371,15 @@ def test_chunks_that_arrive_in_parts_are_lost(size: int) -> None:
     assert b"".join(map(unchunked.take, parts)) == PLAIN + b"data: {}\n\n" * 3
 
 
+@pytest.mark.parametrize("size", [1, 2, 3, 7])
+def test_an_answer_that_arrives_in_parts_is_cut_though_it_is_whole(size: int) -> None:
+    for whole, is_cut in ((EVENTS + EVENT * 3, True), (EVENTS + EVENT * 3 + b"0\r\n\r\n", False)):
+        passed = Passed()
+        for at in range(0, len(whole), size):
+            passed.add(whole[at : at + size])
+        assert passed.is_cut_stream == is_cut
+
+
 @pytest.mark.parametrize(
     "passed", [EVENTS + EVENT + b"0\r\n\r\n", EVENTS + EVENT[:-6], ANSWER.replace(b": 2", b": 9")]
 )
@@ -445,6 +455,23 @@ def test_a_reader_that_is_dead_holds_a_growing_buffer(
     until(lambda: not guard._answering)  # it leaves the upstream first
 
 
+def test_a_reader_that_read_once_or_has_little_more_to_read_is_waited_for_without_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    held = iter([20, 10])
+    monkeypatch.setattr(slow_reader, "WRITE_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(slow_reader, "_unread", lambda _: next(held, 10))
+
+    async def write() -> None:
+        async with slow_reader.writing(None):
+            await asyncio.sleep(60)
+
+    with pytest.raises(ConnectionResetError, match="read nothing"):
+        asyncio.run(write())
+    transport = Mock(asyncio.WriteTransport, get_write_buffer_size=lambda: slow_reader.NEVER_WAITS - 1)
+    assert slow_reader.never_waits(transport, 0) and not slow_reader.never_waits(transport, 1)
+
+
 def test_a_client_that_left_is_answered_on(guard: Guard, upstream: Upstream) -> None:
     upstream.endless = True
     with socket.create_connection(("127.0.0.1", guard.ports["http"])) as leaves:
@@ -463,6 +490,19 @@ def test_a_finished_connection_is_kept(guard: Guard) -> None:
 
 def test_without_tritonserver_a_client_waits(guard: Guard) -> None:
     assert said(guard, b"GET /x HTTP/1.1\r\n\r\n", "metrics").startswith(b"HTTP/1.1 503 ")
+
+
+def test_a_tritonserver_whose_queue_is_full_answers_nothing(upstream: Upstream) -> None:
+    """asyncio takes such a socket for a connection, and what comes of it is no ConnectionError."""
+    guard = Guard("127.0.0.1", ANY_PORTS)
+    with socket.socket(socket.AF_UNIX) as full, socket.socket(socket.AF_UNIX) as first:
+        full.bind("full")
+        full.listen(0)
+        first.connect("full")
+        guard.start({"http": Path("full"), "metrics": Path("nowhere")})
+        with contextlib.closing(guard):
+            answer = said(guard, GET + b"\r\n\r\n")
+            assert answer.startswith(b"HTTP/1.1 50") and b"try again in a moment" in answer
 
 
 def test_a_door_that_drains_takes_new_connections_or_cuts_answers(guard: Guard, upstream: Upstream) -> None:
@@ -484,8 +524,9 @@ def test_a_door_that_drains_takes_new_connections_or_cuts_answers(guard: Guard, 
             assert held.recv(2**16)
 
 
+@pytest.mark.parametrize("reason", ["", "tritonserver burns"])
 def test_a_probe_behind_the_word_to_refuse_is_answered_by_tritonserver(
-    guard: Guard, upstream: Upstream
+    guard: Guard, upstream: Upstream, reason: str
 ) -> None:
     """The loop comes to know of it later, and so may have taken the connection already."""
     with socket.create_connection(("127.0.0.1", guard.ports["http"]), timeout=60) as probe:
@@ -494,9 +535,11 @@ def test_a_probe_behind_the_word_to_refuse_is_answered_by_tritonserver(
         guard._loop.call_soon_threadsafe(lambda: held.set() or gate.wait(60))
         held.wait(60)
         probe.sendall(b"GET /v2/health/ready HTTP/1.1\r\n\r\n")
+        guard.reason = reason
         guard.refuse()
         gate.set()
-        assert probe.recv(2**16).startswith(b"HTTP/1.1 503 ")
+        answer = probe.recv(2**16)
+        assert answer.startswith(b"HTTP/1.1 503 ") and (reason or ending.REASON).encode() in answer
     assert not upstream.asked
 
 

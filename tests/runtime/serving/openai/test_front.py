@@ -642,14 +642,16 @@ def test_a_tritonserver_that_comes_back_is_found_again(client: OpenAI, triton: S
         assert patient.completions.create(model="tiny", prompt="x").choices[0].text == "two"
 
 
-def test_metrics_are_the_engines_of_tritons_page(
-    start: Callable[..., Front], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("status", [200, 503])
+def test_metrics_are_those_of_a_page_that_was_refused(
+    start: Callable[..., Front], monkeypatch: pytest.MonkeyPatch, status: int
 ) -> None:
+    """They were an empty page where the door of tritonserver's had too many connections."""
     monkeypatch.setattr(app, "METRICS_TIMEOUT_S", 60.0)
 
     class Page(http.server.BaseHTTPRequestHandler):
         def do_GET(self) -> None:
-            self.send_response(200)
+            self.send_response(status)
             self.send_header("Content-Type", "text/plain; charset=utf-8")
             self.end_headers()
             self.wfile.write(b"nv_x 1\nhemiola_healthy 1\n")
@@ -660,9 +662,24 @@ def test_metrics_are_the_engines_of_tritons_page(
     with http.server.HTTPServer(("127.0.0.1", 0), Page) as page:
         threading.Thread(target=page.handle_request).start()
         root = start(f"http://127.0.0.1:{page.server_port}/metrics").url.removesuffix("/v1")
-        said = requests.get(f"{root}/metrics", timeout=60).text
-        assert said.splitlines()[1:] == ["# TYPE hemiola_healthy gauge", "hemiola_healthy 1"]
-    assert requests.get(f"{root}/metrics", timeout=60).status_code == 503
+        answer = requests.get(f"{root}/metrics", timeout=60)
+    assert answer.status_code == status
+    if status == 200:
+        assert answer.text.splitlines()[1:] == ["# TYPE hemiola_healthy gauge", "hemiola_healthy 1"]
+        assert requests.get(f"{root}/metrics", timeout=60).status_code == 503
+    else:
+        assert answer.json()["error"]["message"].startswith("tritonserver's metrics cannot be read: 503")
+
+
+def test_a_tritonserver_that_hangs_leaves_metrics_without_a_reason(
+    start: Callable[..., Front], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(app, "METRICS_TIMEOUT_S", 0.1)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        root = start(f"http://127.0.0.1:{silent.getsockname()[1]}/metrics").url.removesuffix("/v1")
+        answer = requests.get(f"{root}/metrics", timeout=60)
+    assert answer.status_code == 503
+    assert answer.json()["error"]["message"].endswith("cannot be read: no answer within 0.1 s")
 
 
 def test_stopping_lets_answers_finish_and_takes_no_new_ones(

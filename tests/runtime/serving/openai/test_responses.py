@@ -89,11 +89,12 @@ def test_streamed_events_add_up_to_the_response(client: OpenAI, triton: Scripted
 
 
 def test_a_response_that_is_cut_is_incomplete(client: OpenAI, triton: ScriptedTriton) -> None:
-    triton.script = script("a</think>b", reason="length")
-    answer = client.responses.create(model="tiny", input="hi", max_output_tokens=1)
+    triton.script = script("\n", "a", "</think>b", reason="length")
+    answer = client.responses.create(model="tiny", input="hi", max_output_tokens=3)
     assert (answer.status, answer.incomplete_details.reason) == ("incomplete", "max_output_tokens")
     assert answer.output[-1].status == "incomplete"
-    with client.responses.stream(model="tiny", input="hi", max_output_tokens=1) as stream:
+    assert answer.usage.output_tokens_details.reasoning_tokens == 2
+    with client.responses.stream(model="tiny", input="hi", max_output_tokens=3) as stream:
         assert [event.type for event in stream][-1] == "response.incomplete"
 
 
