@@ -28,10 +28,12 @@ class Shard:
             with safe_open(path, framework="pt"), path.open("rb") as file:
                 header_len = int.from_bytes(file.read(8), "little")
                 self._header = json.loads(file.read(header_len))
+            self._header.pop("__metadata__", None)
+            if not all(isinstance(entry, dict) for entry in self._header.values()):
+                raise SafetensorError("a tensor is described by a list")  # which safetensors reads, too
         except (SafetensorError, OSError) as error:
             message = f"{path} is not a complete safetensors file ({one_line(error)})"
             raise Refused("damaged", message=message, way_out="download it again") from None
-        self._header.pop("__metadata__", None)
         self._first = 8 + header_len
 
     @property

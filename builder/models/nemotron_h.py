@@ -259,6 +259,6 @@ def _norm(kit: Kit, cfg: Config, name: str) -> Norm:
 def _time_step_limit(cfg: Config) -> tuple[float, float]:
     limit = cfg.read("time_step_limit", list[float], [0.0, math.inf])
     if len(limit) != 2 or not 0 <= limit[0] < limit[1]:
-        reason = f"time_step_limit is {limit}, expected two rising numbers from 0 up"
+        reason = f"time_step_limit is {shown(limit)}, expected two rising numbers from 0 up"
         raise cfg.refused("out_of_range", "time_step_limit", reason, "correct it")
     return limit[0], limit[1]
