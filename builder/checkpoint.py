@@ -27,6 +27,8 @@ SINGLE = "model.safetensors"
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 REQUIRED = object()
 MOST_SIZE = 2**24  # of anything that a config counts
+MAX_HEADS = 2**12  # of a layer, and its channels; and layers
+MAX_EXPERTS = 2**17  # of all layers: each takes some 20 kB before a weight is read
 MAX_JSON = 2**26  # bytes of a JSON file; the largest index known has some 10 MB
 INFINITIES = ("Infinity", "-Infinity")
 
@@ -70,8 +72,8 @@ class Config:
         return value
 
     def sizes(self, many: str, few: str) -> tuple[int, int]:
-        """Two positive ints, the first a multiple of the second."""
-        a, b = self.size(many), self.size(few)
+        """Numbers of heads, the first a multiple of the second."""
+        a, b = self.size(many, limit=MAX_HEADS), self.size(few, limit=MAX_HEADS)
         if a % b:
             reason = f"{many} {a} is not a multiple of {few} {b}"
             raise self.refused("conflict", many, reason, "correct one of them")

@@ -160,16 +160,24 @@ FOUND = {  # these were tracebacks, hangs, engines that answer NaN, or lines of 
     "epsilon below 0": ("rms_norm_eps", -1),
     "epsilon NaN": ("rms_norm_eps", float("nan")),
     "long word": ("attention_bias", ["full_attention"] * 5000),
-    "long limits": ("time_step_limit", [1.5] * 5000),  # of Nemotron
+    "long limits": ("time_step_limit", [1.5] * 5000),
+    "no layers": ("layers_block_type", []),
+    "many layers": ("layers_block_type", ["mamba"] * 5000),
+    "heads": ("linear_num_value_heads", 3 * 2**20),
+    "channels": ("linear_key_head_dim", 2**20),
+    "channels of Mamba": ("ssm_state_size", 2**20),
+    "experts": ("num_experts", 2**18),  # a sparse file of 20 kB has all of them: 10 GB of objects
+    "experts of Nemotron": ("n_routed_experts", 9 * 2**18),
 }
+FAMILY_OF = {"num_experts": "qwen3_next"} | dict.fromkeys(
+    ("time_step_limit", "layers_block_type", "ssm_state_size", "n_routed_experts"), "nemotron_h_moe"
+)
 
 
 @pytest.mark.parametrize("case", FOUND)
 def test_a_value_that_no_model_has_is_taken(case: str, attempt: Callable[..., str], tmp_path: Path) -> None:
     key, wrong = FOUND[case]
-    source = checkpoints.make(
-        "nemotron_h_moe" if key == "time_step_limit" else "qwen3_5", tmp_path / "source"
-    )
+    source = checkpoints.make(FAMILY_OF.get(key, "qwen3_5"), tmp_path / "source")
     file = source / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {key: wrong}))
     assert (key if not isinstance(wrong, dict) else "config.json") in attempt(source)
