@@ -311,7 +311,11 @@ def test_a_hub_sends_hf_xet_to_a_folder_or_into_a_traceback(
     pytest.importorskip("hf_xet")
     route = f"{hub.endpoint}/api/models/{NAME}"
     hub.lies = {"config.json": {"X-Xet-Hash": "a" * 64, "X-Xet-Refresh-Route": route}}
-    store = {"X-Xet-Cas-Url": hub.endpoint, "X-Xet-Access-Token": "t", "X-Xet-Token-Expiration": "99999999999"}
+    store = {
+        "X-Xet-Cas-Url": hub.endpoint,
+        "X-Xet-Access-Token": "t",
+        "X-Xet-Token-Expiration": "99999999999",
+    }
     lie = {name: value.replace("{outside}", str(tmp_path / "outside")) for name, value in lie.items()}
     hub.headers = store | lie
     fetch()

@@ -21,6 +21,7 @@ from hemiola.runtime import manifest
 from hemiola.runtime.errors import Refused
 from hemiola.runtime.llm import LLM
 from hemiola.runtime.manifest import FILE, Manifest
+from hemiola.runtime.outline import MOST_LINES
 from hemiola.runtime.text import Text
 
 # Free text, shown to people; and what is refused at another door, or is the same on every machine.
@@ -101,6 +102,18 @@ def test_every_field_of_a_manifest_that_is_wrong_is_refused_or_harmless(
             found = stranger.outcome()
             if "tokens" in found and not set(path) & {*SHOWN, "eos_ids", "ops", "sha256", "draft_vocab"}:
                 assert found == stranger.expected, path
+
+
+def test_a_list_of_a_manifest_that_no_program_needs_is_a_hang(stranger: Stranger) -> None:
+    """`hemiola inspect` counted each of them among all."""
+    whole = stranger.content()
+    for path in (("layers",), ("states",), *(("segments", 0, key) for key in ("weights", "states", "nodes"))):
+        at: Any = whole
+        for step in path:
+            at = at[step]
+        (stranger.dir / FILE).write_text(json.dumps(put(whole, path, at * (MOST_LINES // len(at) + 1))))
+        with pytest.raises(Refused, match=f"{path[-1]}.* {MOST_LINES}"):
+            manifest.parse(stranger.dir / FILE)
 
 
 def test_a_size_of_a_profile_controls_a_terminal(stranger: Stranger) -> None:
