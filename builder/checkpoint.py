@@ -29,7 +29,8 @@ REQUIRED = object()
 MOST_SIZE = 2**24  # of anything that a config counts
 MAX_HEADS = 2**12  # of a layer, and its channels; and layers
 MAX_EXPERTS = 2**17  # of all layers: each takes some 20 kB before a weight is read
-MAX_JSON = 2**26  # bytes of a JSON file; the largest index known has some 10 MB
+MAX_JSON = 2**24  # bytes of a JSON file, of which objects take up to fifty times as many
+MAX_INDEX = 2**26  # of an index: 400,000 tensors have 40 MB, the largest known 10
 INFINITIES = ("Infinity", "-Infinity")
 
 
@@ -358,7 +359,8 @@ def _shard(folder: Path, name: str) -> Path:
 
 def read_json(path: Path) -> dict[str, Any]:
     """A JSON object, with infinities as floats."""
-    content = json_file.read_json(path, "download it again", MAX_JSON)
+    most_bytes = MAX_INDEX if path.name == INDEX else MAX_JSON
+    content = json_file.read_json(path, "download it again", most_bytes)
     if not isinstance(content, dict):
         raise Refused("damaged", message=f"{path} is not a JSON object", way_out="download it again")
     try:

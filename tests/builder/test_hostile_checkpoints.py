@@ -194,6 +194,7 @@ def test_a_setting_in_a_warning_controls_a_terminal(attempt: Callable[..., str],
 ENTRIES: dict[str, Callable[[dict[str, Any]], object]] = {  # what safetensors reads of a tensor
     "a list": lambda entry: [entry["dtype"], entry["shape"], entry["data_offsets"]],
     "more": lambda entry: entry | {"x": [[]], "name": ESCAPE},
+    "gigabytes": lambda entry: entry | {"x": [[]] * 2**16},
     "another dtype": lambda entry: entry | {"dtype": "C64"},
 }
 
@@ -237,6 +238,13 @@ def test_a_sparse_file_of_terabytes_is_read(name: str, attempt: Callable[..., st
     with (source / name).open("wb") as file:
         file.truncate(2**42)
     assert f"{name} has {2**42} bytes" in attempt(source)
+
+
+def test_a_config_that_becomes_gigabytes_is_read(attempt: Callable[..., str], tmp_path: Path) -> None:
+    source = checkpoints.make("qwen3_5", tmp_path / "source")
+    with (source / "config.json").open("ab") as file:
+        file.write(b" " * 2**24)
+    assert f"bytes, at most {2**24} are read" in attempt(source)
 
 
 @pytest.mark.parametrize(
