@@ -27,7 +27,7 @@ SINGLE = "model.safetensors"
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 REQUIRED = object()
 MOST_SIZE = 2**24  # of anything that a config counts
-MAX_HEADS = 2**12  # of a layer, and its channels; and layers
+MAX_LAYERS = MAX_HEADS = MAX_HEAD_DIM = 2**12
 MAX_EXPERTS = 2**17  # of all layers: each takes some 20 kB before a weight is read
 MAX_JSON = 2**24  # bytes of a JSON file, of which objects take up to fifty times as many
 MAX_INDEX = 2**26  # of an index: 400,000 tensors have 40 MB, the largest known 10

@@ -50,7 +50,7 @@ LONGEST_WAIT = 3  # digits of the seconds that it may be told to wait; huggingfa
 SLACK = 2**26  # bytes beyond a file's size after which a download has no end
 BLANKS = {ord("\t"): " ", 0xA0: " "}  # they move no cursor
 JOINED = ("ETag", "X-Linked-ETag", "X-Repo-Commit")
-BY_XET = "X-Xet-Hash"  # it is fetched by hf_xet, from where a Hub says
+BY_XET = "X-Xet-Hash"  # the file is fetched by hf_xet, from where the Hub says
 PART_OF_A_PATH = re.compile(r'(W/)?"?[\w:;,+=~-][\w.:;,+=~-]{0,199}"?', re.ASCII)
 COMMIT = re.compile(r"\w{1,200}", re.ASCII)
 LOGIN = "set HF_TOKEN or run hf auth login"

@@ -5,7 +5,7 @@ import math
 import torch
 from torch import nn
 
-from hemiola.builder.checkpoint import MAX_EXPERTS, MAX_HEADS, Config
+from hemiola.builder.checkpoint import MAX_EXPERTS, MAX_HEAD_DIM, MAX_LAYERS, Config
 from hemiola.builder.lazy import Lazy
 from hemiola.builder.models.layers import (
     Conv,
@@ -65,8 +65,8 @@ def pattern(cfg: Config, prefix: str = "", default: str | None = None) -> str:
     if unknown:
         reason = f"{key} has {shown(unknown[0])}, known are {', '.join(known)}"
         raise cfg.refused("unsupported", key, reason, "use another checkpoint")
-    if not 0 < len(kinds) <= MAX_HEADS:
-        reason = f"{key} names {len(kinds)} layers, 1 to {MAX_HEADS} are read"
+    if not 0 < len(kinds) <= MAX_LAYERS:
+        reason = f"{key} names {len(kinds)} layers, 1 to {MAX_LAYERS} are read"
         raise cfg.refused("out_of_range", key, reason, "correct it")
     return kinds if isinstance(kinds, str) else "".join(LETTERS[kind] for kind in kinds)
 
@@ -92,7 +92,7 @@ class Mamba2(nn.Module):
         self.dtype_name = kit.dtype_name
         heads, groups = cfg.sizes("mamba_num_heads", "n_groups")
         self.head_dim, self.state_dim = (
-            cfg.size(name, limit=MAX_HEADS) for name in ("mamba_head_dim", "ssm_state_size")
+            cfg.size(name, limit=MAX_HEAD_DIM) for name in ("mamba_head_dim", "ssm_state_size")
         )
         self.dt_min, self.dt_max = _time_step_limit(cfg)
         hidden, conv_len = cfg.size("hidden_size"), cfg.size("conv_kernel")
@@ -141,7 +141,7 @@ class Attention(nn.Module):
     def __init__(self, kit: Kit, cfg: Config, prefix: str, name: str) -> None:
         super().__init__()
         heads, kv_heads = cfg.sizes("num_attention_heads", "num_key_value_heads")
-        self.head_dim, hidden = cfg.size("head_dim", limit=MAX_HEADS), cfg.size("hidden_size")
+        self.head_dim, hidden = cfg.size("head_dim", limit=MAX_HEAD_DIM), cfg.size("hidden_size")
         matrix, cut, size = kit.checkpoint.matrix, kit.cut, self.head_dim
         self.kv_heads = cut.share_of_kv_heads(heads, kv_heads)
         self.heads = cut.share("num_attention_heads", heads)

@@ -5,7 +5,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from hemiola.builder.checkpoint import MAX_EXPERTS, MAX_HEADS, Config
+from hemiola.builder.checkpoint import MAX_EXPERTS, MAX_HEAD_DIM, MAX_LAYERS, Config
 from hemiola.builder.lazy import Lazy, join
 from hemiola.builder.models.layers import (
     Conv,
@@ -113,7 +113,7 @@ class GatedDelta(nn.Module):
         self.ops, self.chunk_len, self.name = kit.ops, kit.chunk_len, name
         self.dtype_name = kit.dtype_name
         self.k_dim, self.v_dim = (
-            cfg.size(f"linear_{part}_head_dim", limit=MAX_HEADS) for part in ("key", "value")
+            cfg.size(f"linear_{part}_head_dim", limit=MAX_HEAD_DIM) for part in ("key", "value")
         )
         hidden, conv_len = cfg.size("hidden_size"), cfg.size("linear_conv_kernel_dim")
         heads = DeltaHeads(
@@ -200,7 +200,7 @@ class SwigluMoe(nn.Module):
     def __init__(self, kit: Kit, cfg: Config, prefix: str) -> None:
         super().__init__()
         hidden, inner = cfg.size("hidden_size"), cfg.size("moe_intermediate_size")
-        num_layers = cfg.size("num_hidden_layers", limit=MAX_HEADS)
+        num_layers = cfg.size("num_hidden_layers", limit=MAX_LAYERS)
         self.num_experts = cfg.size("num_experts", limit=MAX_EXPERTS // num_layers)
         self.top_k = cfg.size("num_experts_per_tok")
         if self.top_k > self.num_experts:
@@ -299,7 +299,7 @@ def _mtp(kit: Kit, cfg: Config, rope: Rope) -> Mtp:
 
 
 def layer_kinds(cfg: Config) -> list[str]:
-    count = cfg.size("num_hidden_layers", limit=MAX_HEADS)
+    count = cfg.size("num_hidden_layers", limit=MAX_LAYERS)
     interval = cfg.size("full_attention_interval", 4)
     default = ["linear_attention" if (i + 1) % interval else "full_attention" for i in range(count)]
     kinds = cfg.read("layer_types", list[str], default)
@@ -317,7 +317,7 @@ def is_sparse(cfg: Config, index: int) -> bool:
 
 def head_dim(cfg: Config) -> int:
     default = cfg.size("hidden_size") // cfg.size("num_attention_heads")
-    return cfg.size("head_dim", default, limit=MAX_HEADS)
+    return cfg.size("head_dim", default, limit=MAX_HEAD_DIM)
 
 
 def rotary_dim(cfg: Config) -> int:
