@@ -5,6 +5,7 @@ import json
 import random
 import shutil
 from collections.abc import Callable, Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, cast, get_args
 
@@ -18,6 +19,7 @@ from pydantic import BaseModel
 from safetensors.torch import load_file, save_file
 
 from hemiola.runtime import manifest
+from hemiola.runtime.api import SamplingParams
 from hemiola.runtime.errors import Refused
 from hemiola.runtime.llm import LLM
 from hemiola.runtime.manifest import FILE, Manifest
@@ -261,6 +263,29 @@ def test_a_step_that_takes_more_memory_than_there_is_ends_the_process(
         LLM(tiny_engine("nemotron_h_moe"))
     with LLM(tiny_engine("nemotron_h_moe"), max_rows=1, max_step_tokens=8):
         pass
+
+
+def test_a_program_that_few_requests_need_is_read_when_one_comes(stranger: Stranger) -> None:
+    """That of every line, where none are drafted, for log-probabilities of prompts. What was wrong with it, or
+    had come into the folder by then, ended the engine."""
+    sizes: dict[str, Any] = {"drafts": "none", "max_rows": 2, "num_pages": 40}
+    lines = program_lines((stranger.source / "trunk.jsonl").read_bytes())
+    wide = next(n for n, line in enumerate(lines) if line[1] == "aten.add.Tensor")
+    doubled = [lines[wide][0], *(f"wide_{n}" for n in range(12))]
+    joins = [[name, "aten.cat.default", [[{"node": before}] * 2, 1]] for before, name in pairwise(doubled)]
+    for changed, said in (
+        (lines[1:], "trunk.jsonl"),
+        ([*lines[: wide + 1], *joins, *lines[wide + 1 :]], "takes"),
+    ):
+        stranger.change("trunk.jsonl", lambda _, c=changed: "\n".join(map(json.dumps, c)).encode())
+        assert stranger.sign() is None
+        with pytest.raises(Refused, match=said):
+            LLM(stranger.dir, **sizes)
+    stranger.reset()
+    with LLM(stranger.dir, **sizes) as llm:
+        (stranger.dir / "trunk.jsonl").write_text("")
+        (output,) = llm.generate([[5, 6, 7]], SamplingParams(max_tokens=1, prompt_logprobs=0))
+        assert output.prompt_logprobs is not None
 
 
 HEADERS: dict[str, Callable[[dict[str, Any], str], object]] = {
