@@ -266,8 +266,8 @@ def test_a_step_that_takes_more_memory_than_there_is_ends_the_process(
 
 
 def test_a_program_that_few_requests_need_is_read_when_one_comes(stranger: Stranger) -> None:
-    """That of every line, where none are drafted, for log-probabilities of prompts. What was wrong with it, or
-    had come into the folder by then, ended the engine."""
+    """That of every line, for log-probabilities of prompts. What was wrong with it, or what had come into the
+    folder by then, ended the engine."""
     sizes: dict[str, Any] = {"drafts": "none", "max_rows": 2, "num_pages": 40}
     lines = program_lines((stranger.source / "trunk.jsonl").read_bytes())
     wide = next(n for n, line in enumerate(lines) if line[1] == "aten.add.Tensor")
