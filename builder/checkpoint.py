@@ -27,7 +27,10 @@ SINGLE = "model.safetensors"
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 REQUIRED = object()
 MOST_SIZE = 2**24  # of anything that a config counts
-MAX_JSON = 2**26  # bytes of a JSON file; the largest index known has some 10 MB
+MAX_LAYERS = MAX_HEADS = MAX_HEAD_DIM = 2**12
+MAX_EXPERTS = 2**17  # of all layers: each takes some 20 kB before a weight is read
+MAX_JSON = 2**24  # bytes of a JSON file, of which objects take up to fifty times as many
+MAX_INDEX = 2**26  # of an index: 400,000 tensors have 40 MB, the largest known 10
 INFINITIES = ("Infinity", "-Infinity")
 
 
@@ -70,8 +73,8 @@ class Config:
         return value
 
     def sizes(self, many: str, few: str) -> tuple[int, int]:
-        """Two positive ints, the first a multiple of the second."""
-        a, b = self.size(many), self.size(few)
+        """Numbers of heads, the first a multiple of the second."""
+        a, b = self.size(many, limit=MAX_HEADS), self.size(few, limit=MAX_HEADS)
         if a % b:
             reason = f"{many} {a} is not a multiple of {few} {b}"
             raise self.refused("conflict", many, reason, "correct one of them")
@@ -356,7 +359,8 @@ def _shard(folder: Path, name: str) -> Path:
 
 def read_json(path: Path) -> dict[str, Any]:
     """A JSON object, with infinities as floats."""
-    content = json_file.read_json(path, "download it again", MAX_JSON)
+    most_bytes = MAX_INDEX if path.name == INDEX else MAX_JSON
+    content = json_file.read_json(path, "download it again", most_bytes)
     if not isinstance(content, dict):
         raise Refused("damaged", message=f"{path} is not a JSON object", way_out="download it again")
     try:

@@ -50,6 +50,7 @@ LONGEST_WAIT = 3  # digits of the seconds that it may be told to wait; huggingfa
 SLACK = 2**26  # bytes beyond a file's size after which a download has no end
 BLANKS = {ord("\t"): " ", 0xA0: " "}  # they move no cursor
 JOINED = ("ETag", "X-Linked-ETag", "X-Repo-Commit")
+BY_XET = "X-Xet-Hash"  # the file is fetched by hf_xet, from where the Hub says
 PART_OF_A_PATH = re.compile(r'(W/)?"?[\w:;,+=~-][\w.:;,+=~-]{0,199}"?', re.ASCII)
 COMMIT = re.compile(r"\w{1,200}", re.ASCII)
 LOGIN = "set HF_TOKEN or run hf auth login"
@@ -208,6 +209,8 @@ def _unreachable(error: Exception) -> str:
 def _check_response(response: Any) -> None:
     """Before huggingface_hub believes it."""
     _check_headers(response)
+    if f"{constants.ENDPOINT}/" != constants.HUGGINGFACE_CO_URL_HOME:
+        response.headers.pop(BY_XET, None)  # its answers are not checked here, and a folder is a store to it
     if response.status_code in TOO_MANY:
         _check_wait(response)
     response.read = partial(_read, response)  # files are not read whole: their bar counts

@@ -12,7 +12,7 @@ from hemiola.builder.formats.declared import SINCE
 from hemiola.builder.options import Options
 from hemiola.plugins.attention.pages import FORMATS
 from hemiola.runtime.arch import ARCHS
-from hemiola.runtime.errors import Refused
+from hemiola.runtime.errors import Refused, shown
 from hemiola.runtime.manifest import MOST_PAGES
 from hemiola.runtime.options import MOST_STEP_TOKENS
 from hemiola.runtime.outline import Limits
@@ -193,9 +193,9 @@ def _warn_of_a_missing_head(model: models.Model) -> None:
     for key in ("mtp_num_hidden_layers", "num_nextn_predict_layers"):
         if config.values.get(key):
             print(
-                f"warning: {config.where} has {key} = {config.values[key]}, but the checkpoint has no mtp.*"
-                " tensors: this engine will not draft; get the whole checkpoint, or ask for --drafts ngram or"
-                " --drafts none",
+                f"warning: {config.where} has {key} = {shown(config.values[key])}, but the checkpoint has no"
+                " mtp.* tensors: this engine will not draft; get the whole checkpoint, or ask for --drafts"
+                " ngram or --drafts none",
                 file=sys.stderr,
             )
 

@@ -6,14 +6,13 @@ from pathlib import Path
 import torch
 
 import hemiola
+from hemiola.builder.checkpoint import file_in, shard_names
 from hemiola.builder.formats.declared import MODELOPT
 from hemiola.builder.hashes import hash_files
 from hemiola.builder.options import Options
 from hemiola.plugins.gpu.binaries import sources
 from hemiola.runtime.progress import HASHING_CHECKPOINT, Report
 from hemiola.runtime.same_bits import FILE, SameBits
-
-READ = ("config.json", MODELOPT, "*.safetensors")  # of a checkpoint's folder
 
 
 def write_same_bits(
@@ -24,7 +23,8 @@ def write_same_bits(
         return
     digest = hashlib.sha256(repr((hemiola.__version__, torch.__version__, sources())).encode())
     digest.update(options.model_dump_json(exclude={"tp", "revision"}).encode())
-    files = sorted({path for name in READ for path in checkpoint.glob(name)})
+    names = ("config.json", MODELOPT, *shard_names(checkpoint))  # what else is there, is not read
+    files = sorted(path for name in names if (path := file_in(checkpoint, name)))
     for path, sha256 in zip(files, hash_files(files, HASHING_CHECKPOINT, report), strict=True):
         digest.update(path.name.encode() + bytes.fromhex(sha256))
     made = SameBits(bits=digest.hexdigest(), num_kv_parts=min(options.tp, num_kv_heads))

@@ -18,6 +18,10 @@ DTYPES = {
     "I32": torch.int32, "I64": torch.int64,
 }  # fmt: skip
 
+KEYS = ("dtype", "shape", "data_offsets")
+MAX_HEADER = 2**27  # bytes; safetensors reads less
+OTHER_BRACKETS = 2**16  # of a header's metadata; an empty list takes thirty times its bytes
+
 
 class Shard:
     """A file whose header safetensors has checked."""
@@ -25,13 +29,21 @@ class Shard:
     def __init__(self, path: Path) -> None:
         self._path = path
         try:
-            with safe_open(path, framework="pt"), path.open("rb") as file:
+            with path.open("rb") as file:
                 header_len = int.from_bytes(file.read(8), "little")
-                self._header = json.loads(file.read(header_len))
+                text = file.read(min(header_len, MAX_HEADER))
+            num_brackets = text.count(b"[") + text.count(b"{")
+            if num_brackets > 3 * text.count(b'"data_offsets"') + OTHER_BRACKETS:
+                raise SafetensorError(f"its header has {num_brackets} brackets, more than tensors need")
+            with safe_open(path, framework="pt"):
+                header = json.loads(text)
+            header.pop("__metadata__", None)
+            if not all(isinstance(entry, dict) for entry in header.values()):
+                raise SafetensorError("a tensor is described by a list")  # which safetensors reads, too
+            self._header = {name: {key: entry[key] for key in KEYS} for name, entry in header.items()}
         except (SafetensorError, OSError) as error:
             message = f"{path} is not a complete safetensors file ({one_line(error)})"
             raise Refused("damaged", message=message, way_out="download it again") from None
-        self._header.pop("__metadata__", None)
         self._first = 8 + header_len
 
     @property

@@ -51,11 +51,11 @@ def read_text(path: Path, way_out: str, most_bytes: int | None = None) -> str:
         raise Refused("malformed", message=message, way_out=f"{way_out}") from None
 
 
-def read_json(path: Path, way_out: str, most_bytes: int | None = None) -> Any:
-    """What a file holds."""
+def read_json(path: Path, way_out: str, most_bytes: int | None = None, unique: bool = False) -> Any:
+    """What a file holds. unique: see parse_json."""
     text = read_text(path, way_out, most_bytes)
     try:
-        return parse_json(text)
+        return parse_json(text, unique)
     except ValueError as error:
         message = f"{path} cannot be read as JSON ({one_line(error)})"
         raise Refused("malformed", message=message, way_out=f"{way_out}") from None

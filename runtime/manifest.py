@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Literal
 
 import torch
-from pydantic import ConfigDict
+from pydantic import ConfigDict, Field
 
 from hemiola.plugins import OPS
 from hemiola.plugins.attention.pages import FORMATS
@@ -19,6 +19,7 @@ from hemiola.runtime.manifest_parts import GROUP, HIDDEN, PTX, Drawn, Kernels, L
 from hemiola.runtime.options import KvDtype
 from hemiola.runtime.outline import (
     FILE,
+    MOST_LINES,
     FileName,
     Outline,
     Size,
@@ -43,7 +44,7 @@ class Manifest(Outline):
     repo: RepoName = ""  # the checkpoint's name on the Hub, if it came from there
     commit: Word = ""  # of the checkpoint there
     architecture: Word
-    layers: tuple[Word, ...]  # one word each: mamba2, attention, mlp, moe, delta
+    layers: tuple[Word, ...] = Field(max_length=MOST_LINES)  # mamba2, attention, mlp, moe, delta
     hidden_size: Size
     target: Target
     promise: Literal["bits", "tokens"]  # what every run has in common with the plain run

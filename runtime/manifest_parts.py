@@ -9,7 +9,7 @@ from hemiola.plugins.gpu import lines
 from hemiola.plugins.gpu.binaries import Binary
 from hemiola.plugins.gpu.words import form_of, num_bytes, refuses_layout
 from hemiola.plugins.groups import Layout
-from hemiola.runtime.outline import ITEM_BYTES, Count, Dtype, FileName, Frozen, Size, Word
+from hemiola.runtime.outline import ITEM_BYTES, MOST_LINES, Count, Dtype, FileName, Frozen, Size, Word
 
 PARTS = "parts"  # the folder of compiled parts
 NEXT = ".next"  # behind a state's name: what it is after the step
@@ -34,6 +34,7 @@ def _printable(text: str) -> str:
 Line = Annotated[str, AfterValidator(_printable)]
 RepoName = Annotated[str, Field(pattern=r"^([\w.-]+/[\w.-]+)?$", max_length=200)]
 Shape = Annotated[tuple[Size, ...], Field(max_length=8)]
+Names = Annotated[tuple[Word, ...], Field(max_length=MOST_LINES)]
 
 
 class Drawn(Frozen):
@@ -111,10 +112,10 @@ class Segment(Frozen):
     name: Literal["trunk", "draft"]
     file: FileName  # "" where it is in pieces
     lines_file: FileName = ""  # the trunk for steps that draft nothing: hidden states where there are logits
-    weights: tuple[Word, ...]
-    states: tuple[Word, ...]
-    inputs: tuple[Word, ...]
-    nodes: tuple[OpNode, ...]
+    weights: Names
+    states: Names
+    inputs: Names
+    nodes: tuple[OpNode, ...] = Field(max_length=MOST_LINES)
     # What a program that ends with lines of hidden states leaves to who asks: logits, and the best of them.
     head: tuple[HeadCall, ...] = ()
     # Logits of any line of hidden states: a call of the program or of the head.

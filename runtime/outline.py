@@ -22,6 +22,7 @@ FORMAT = 12
 FILE = "manifest.json"
 MOST_BYTES = 2**24  # of a manifest; one of 100 layers and 7 architectures has some 2**21
 MOST_EOS = 1000  # end tokens: each request has a set of them
+MOST_LINES = 2**14  # of a program; the memory of a step is planned in the square of them. 100 layers: 4,000
 ITEM_BYTES = {
     "float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1, "uint8": 1, "int32": 4,
 }  # fmt: skip
@@ -110,7 +111,7 @@ class Outline(BaseModel):
     eos_ids: tuple[int, ...] = Field(max_length=MOST_EOS)
     limits: Limits
     tp: Annotated[int, AfterValidator(_known_tp)] = 1  # ranks that run each step together
-    states: tuple[State, ...]
+    states: tuple[State, ...] = Field(max_length=MOST_LINES)
     sha256: dict[FileName, Digest]  # every other file of the engine, by its path inside the directory
     identity: str = ""  # sha256 of the manifest without this field
 

@@ -115,7 +115,7 @@ class ChatTemplate:
         environment = _Environment(LEAST_WORK)
         try:
             read = meta.find_undeclared_variables(environment.parse(self.source))
-        except (TemplateError, RecursionError):
+        except (TemplateError, RecursionError, ValueError):  # of a number of thousands of digits
             return frozenset()  # `render` says what is wrong with it
         return frozenset(read) - environment.globals.keys()
 

@@ -5,7 +5,7 @@ import math
 import torch
 from torch import nn
 
-from hemiola.builder.checkpoint import Config
+from hemiola.builder.checkpoint import MAX_EXPERTS, MAX_HEAD_DIM, MAX_LAYERS, Config
 from hemiola.builder.lazy import Lazy
 from hemiola.builder.models.layers import (
     Conv,
@@ -55,23 +55,20 @@ def refuse(cfg: Config) -> None:
 
 def pattern(cfg: Config, prefix: str = "", default: str | None = None) -> str:
     """One letter per layer, from any of the spellings."""
-    for key in (f"{prefix}layers_block_type", f"{prefix}layer_types"):
-        if key in cfg:
-            words = cfg.read(key, list[str])
-            unknown = [word for word in words if word not in LETTERS]
-            if unknown:
-                reason = f"{key} has {shown(unknown[0])}, known are {', '.join(LETTERS)}"
-                raise cfg.refused("unsupported", key, reason, "use another checkpoint")
-            return "".join(LETTERS[word] for word in words)
-    key = f"{prefix}hybrid_override_pattern"
+    by_letter = f"{prefix}hybrid_override_pattern"
+    key = next((k for k in (f"{prefix}layers_block_type", f"{prefix}layer_types") if k in cfg), by_letter)
     if default is not None and key not in cfg:
         return default
-    letters = cfg.read(key, str)
-    unknown = [letter for letter in letters if letter not in WORDS]
+    kinds = cfg.read(key, str) if key == by_letter else cfg.read(key, list[str])
+    known = WORDS if key == by_letter else LETTERS
+    unknown = [kind for kind in kinds if kind not in known]
     if unknown:
-        reason = f"{key} has the letter {shown(unknown[0])}, known are {''.join(WORDS)}"
+        reason = f"{key} has {shown(unknown[0])}, known are {', '.join(known)}"
         raise cfg.refused("unsupported", key, reason, "use another checkpoint")
-    return letters
+    if not 0 < len(kinds) <= MAX_LAYERS:
+        reason = f"{key} names {len(kinds)} layers, 1 to {MAX_LAYERS} are read"
+        raise cfg.refused("out_of_range", key, reason, "correct it")
+    return kinds if isinstance(kinds, str) else "".join(LETTERS[kind] for kind in kinds)
 
 
 def mixer(kit: Kit, cfg: Config, kind: str, prefix: str, name: str) -> nn.Module:
@@ -94,7 +91,9 @@ class Mamba2(nn.Module):
         self.ops, self.chunk_len, self.name = kit.ops, kit.chunk_len, name
         self.dtype_name = kit.dtype_name
         heads, groups = cfg.sizes("mamba_num_heads", "n_groups")
-        self.head_dim, self.state_dim = cfg.size("mamba_head_dim"), cfg.size("ssm_state_size")
+        self.head_dim, self.state_dim = (
+            cfg.size(name, limit=MAX_HEAD_DIM) for name in ("mamba_head_dim", "ssm_state_size")
+        )
         self.dt_min, self.dt_max = _time_step_limit(cfg)
         hidden, conv_len = cfg.size("hidden_size"), cfg.size("conv_kernel")
         inner, shared = heads * self.head_dim, groups * self.state_dim
@@ -142,7 +141,7 @@ class Attention(nn.Module):
     def __init__(self, kit: Kit, cfg: Config, prefix: str, name: str) -> None:
         super().__init__()
         heads, kv_heads = cfg.sizes("num_attention_heads", "num_key_value_heads")
-        self.head_dim, hidden = cfg.size("head_dim"), cfg.size("hidden_size")
+        self.head_dim, hidden = cfg.size("head_dim", limit=MAX_HEAD_DIM), cfg.size("hidden_size")
         matrix, cut, size = kit.checkpoint.matrix, kit.cut, self.head_dim
         self.kv_heads = cut.share_of_kv_heads(heads, kv_heads)
         self.heads = cut.share("num_attention_heads", heads)
@@ -165,7 +164,8 @@ class Moe(nn.Module):
         super().__init__()
         hidden, inner = cfg.size("hidden_size"), cfg.size("moe_intermediate_size")
         latent = cfg.read("moe_latent_size", int, 0)
-        self.num_experts, self.top_k = cfg.size("n_routed_experts"), cfg.size("num_experts_per_tok")
+        self.num_experts = cfg.size("n_routed_experts", limit=MAX_EXPERTS // len(pattern(cfg)))
+        self.top_k = cfg.size("num_experts_per_tok")
         self.num_groups, self.top_groups = cfg.size("n_group", 1), cfg.size("topk_group", 1)
         self.renormalise = cfg.read("norm_topk_prob", bool, True)
         self.scale, self.ops = cfg.positive("routed_scaling_factor", 1.0), kit.ops
@@ -259,6 +259,6 @@ def _norm(kit: Kit, cfg: Config, name: str) -> Norm:
 def _time_step_limit(cfg: Config) -> tuple[float, float]:
     limit = cfg.read("time_step_limit", list[float], [0.0, math.inf])
     if len(limit) != 2 or not 0 <= limit[0] < limit[1]:
-        reason = f"time_step_limit is {limit}, expected two rising numbers from 0 up"
+        reason = f"time_step_limit is {shown(limit)}, expected two rising numbers from 0 up"
         raise cfg.refused("out_of_range", "time_step_limit", reason, "correct it")
     return limit[0], limit[1]

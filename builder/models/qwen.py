@@ -5,7 +5,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from hemiola.builder.checkpoint import Config
+from hemiola.builder.checkpoint import MAX_EXPERTS, MAX_HEAD_DIM, MAX_LAYERS, Config
 from hemiola.builder.lazy import Lazy, join
 from hemiola.builder.models.layers import (
     Conv,
@@ -32,7 +32,6 @@ from hemiola.runtime.outline import Limits, State
 
 IGNORABLE = r"model\.visual\.|.*rotary_emb\.inv_freq$"
 WORDS = {"linear_attention": "delta", "full_attention": "attention"}
-MAX_LAYERS, MAX_HEAD_DIM = 2**12, 2**12
 
 
 def refuse(cfg: Config) -> None:
@@ -113,7 +112,9 @@ class GatedDelta(nn.Module):
         super().__init__()
         self.ops, self.chunk_len, self.name = kit.ops, kit.chunk_len, name
         self.dtype_name = kit.dtype_name
-        self.k_dim, self.v_dim = cfg.size("linear_key_head_dim"), cfg.size("linear_value_head_dim")
+        self.k_dim, self.v_dim = (
+            cfg.size(f"linear_{part}_head_dim", limit=MAX_HEAD_DIM) for part in ("key", "value")
+        )
         hidden, conv_len = cfg.size("hidden_size"), cfg.size("linear_conv_kernel_dim")
         heads = DeltaHeads(
             *cfg.sizes("linear_num_value_heads", "linear_num_key_heads"), self.k_dim, self.v_dim
@@ -199,7 +200,9 @@ class SwigluMoe(nn.Module):
     def __init__(self, kit: Kit, cfg: Config, prefix: str) -> None:
         super().__init__()
         hidden, inner = cfg.size("hidden_size"), cfg.size("moe_intermediate_size")
-        self.num_experts, self.top_k = cfg.size("num_experts"), cfg.size("num_experts_per_tok")
+        num_layers = cfg.size("num_hidden_layers", limit=MAX_LAYERS)
+        self.num_experts = cfg.size("num_experts", limit=MAX_EXPERTS // num_layers)
+        self.top_k = cfg.size("num_experts_per_tok")
         if self.top_k > self.num_experts:
             reason = f"num_experts_per_tok {self.top_k} is more than num_experts {self.num_experts}"
             raise cfg.refused("conflict", "num_experts_per_tok", reason, "correct one of them")

@@ -45,7 +45,7 @@ def show(engine_dir: Path, engine: Manifest, config: ServeConfig) -> None:
 def facts(engine_dir: Path, engine: Manifest) -> Table:
     """One line each."""
     table = Table(title=str(engine_dir), show_header=False)
-    kinds = ", ".join(f"{engine.layers.count(kind)} {kind}" for kind in dict.fromkeys(engine.layers))
+    kinds = ", ".join(f"{count} {kind}" for kind, count in Counter(engine.layers).items())
     files, ranks = engine.weights_files(0), f"{engine.tp}, each with its part of heads, widths and vocabulary"
     page_bytes = state_bytes(engine.states, "page")
     for name, value in {
@@ -156,16 +156,16 @@ def forms(engine: Manifest) -> Table:
     for column in ("segment", "op", "form", "calls", "refused"):
         table.add_column(column, justify="right" if column == "calls" else "left")
     for segment in engine.segments:
-        kinds = [
+        kinds = Counter(
             (
                 node.op,
                 CALLBACK if node.is_callback else node.form,
                 "; ".join(f"{form}: {why}" for form, why in node.refused.items()),
             )
             for node in segment.calls
-        ]
-        for op, form, refused in sorted(set(kinds)):
-            table.add_row(segment.name, op, form, str(kinds.count((op, form, refused))), refused)
+        )
+        for (op, form, refused), count in sorted(kinds.items()):
+            table.add_row(segment.name, op, form, str(count), refused)
     return table
 
 

@@ -56,6 +56,10 @@ class Lowered:
         """The program as a part of a step: logits and hidden states."""
         return _Lowering(self._segment, self._bound, code, inputs).run(self._program)
 
+    def room(self, size: int) -> int:
+        """Bytes of a step of so many tokens, rows, lines and pages of a row."""
+        return self._step.room(dict.fromkeys(SIZES, size))
+
     def _inputs(self, code: Recorder) -> dict[str, View]:
         """At addresses that the step is given."""
         made = {}

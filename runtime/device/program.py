@@ -19,6 +19,7 @@ from hemiola.runtime.arch import name_of
 from hemiola.runtime.errors import Refused, one_line, shown
 from hemiola.runtime.json_file import parse_json
 from hemiola.runtime.manifest_parts import Segment
+from hemiola.runtime.outline import MOST_LINES
 
 OPERATOR = "operator"
 aten = torch.ops.aten
@@ -36,7 +37,6 @@ FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn)
 DTYPES = {name_of(dtype): dtype for dtype in (*FLOATS, torch.uint8, torch.int32, torch.int64)}
 NAME = re.compile(r"[A-Za-z][A-Za-z0-9_]{0,199}")
 MOST_BYTES = 2**23  # of a program; one of 100 layers has less than 2**20
-MOST_LINES = 2**14  # the memory of a step is planned in the square of them; one of 100 layers has some 4,000
 MAX_DIMS = 8
 MOST_SIZE = 2**31 - 1
 

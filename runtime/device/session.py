@@ -3,7 +3,7 @@
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
@@ -33,6 +33,10 @@ if TYPE_CHECKING:
     from hemiola.plugins.cpu.code import Recorder, View  # numba is not needed elsewhere
 
     Record = Callable[[Recorder, Mapping[str, View]], list[View]]
+
+
+TRIED = 64
+OTHER_BYTES = 2**20  # that one program may take for itself
 
 
 class Computed:
@@ -110,6 +114,7 @@ class Loaded(NamedTuple):
 
     call: Callable[..., Any]
     record: "Record | None" = None
+    room: int = 0  # bytes of a CPU's step of TRIED tokens, rows and lines
 
 
 class LoadedSegment:
@@ -131,7 +136,7 @@ class LoadedSegment:
         self._head = ranks
         self._scores: Logits | None = None
         # Nothing here refers to the segment itself, so what it holds goes with it.
-        self._every_line: Callable[[], Loaded] | None = None
+        self._every_line: Loaded | None = None
         # The program as a part of a CPU's step; None: it is none of compiled kernels.
         self.record: Record | None = None
         bound = [weights[name] for name in segment.weights]
@@ -141,9 +146,11 @@ class LoadedSegment:
             return
         load = partial(_loaded, engine_dir, manifest, segment, bound, storage)
         only_lines = bool(segment.lines_file) and not every_line
-        self._call, self.record = load(only_lines)
-        # few engines are ever asked for it
-        self._every_line = cache(partial(load, False)) if only_lines else None
+        loaded = load(only_lines)
+        self._call, self.record = loaded.call, loaded.record
+        if only_lines:  # few requests ask for every line, but by then another engine may stand in the folder
+            self._every_line = load(False)
+            _check_room(segment, self._every_line.room, loaded.room)
         head, scores = bind_head(segment, weights), bind_scores(segment, weights)
         self._scores = scores and _bare(scores if ranks is None else _gathered(scores, ranks))
         if head is not None:
@@ -152,7 +159,7 @@ class LoadedSegment:
 
     def run_all(self, inputs: Iterable[torch.Tensor]) -> Computed:
         """With hidden states of all tokens, of which `logits_of` makes logits."""
-        call = self._call if self._every_line is None else self._every_line().call
+        call = self._call if self._every_line is None else self._every_line.call
         lines, hidden = call(*inputs)
         return Computed(lines, hidden, self._head, self._scores)
 
@@ -195,9 +202,16 @@ def _loaded(
         from hemiola.runtime.device.lower import Lowered  # numba is not needed elsewhere
 
         lowered = Lowered(program, segment, bound, storage.poison, hidden)
-        return Loaded(lowered, lowered.record)
+        return Loaded(lowered, lowered.record, lowered.room(TRIED))
     bind_forms(program, segment)
     return Loaded(_bare(partial(program, *bound)))
+
+
+def _check_room(segment: Segment, every_line: int, lines: int) -> None:
+    """Where all lines are wanted both compute the same; of the latter it is known that there is memory."""
+    if every_line > 2 * lines + OTHER_BYTES:
+        message = f"{segment.file} takes {every_line} bytes for {TRIED} tokens, {segment.lines_file} {lines}"
+        raise Refused("damaged", message=message, way_out="run build-engine again")
 
 
 def _bare(function: Callable[..., Any]) -> Callable[..., Any]:

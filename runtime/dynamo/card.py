@@ -42,7 +42,9 @@ def _is_there(path: Path, content: bytes) -> bool:
 
 
 def _cache() -> Path:
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "hemiola"
+    """Frontends stand in other folders, where a relative path leads elsewhere."""
+    root = Path(os.environ.get("XDG_CACHE_HOME") or ".")
+    return (root if root.is_absolute() else Path.home() / ".cache") / "hemiola"
 
 
 def _write(folder: Path, contents: dict[str, bytes]) -> None:

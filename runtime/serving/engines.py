@@ -59,7 +59,7 @@ def read_models(
 
 def _read_json(file: Path) -> Any:
     try:
-        return read_json(file, "correct it")
+        return read_json(file, "correct it", unique=True)
     except OSError as error:
         message = f"--models {file} cannot be read ({error.strerror})"
         raise Refused("not_found", "models", message=message, way_out="pass another file") from None

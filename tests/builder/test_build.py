@@ -392,7 +392,7 @@ SPOILED = {
     "letter": (
         NEMOTRON,
         config(hybrid_override_pattern="M-M*XM"),
-        "hybrid_override_pattern has the letter 'X'",
+        "hybrid_override_pattern has 'X', known are M",
     ),
     "mtp letter": (NEMOTRON, config(mtp_hybrid_override_pattern="*M"), "the MTP pattern '*M'", "recurrent"),
     "word": (MOE, config(layers_block_type=["mamba", "rwkv"]), "layers_block_type has 'rwkv'"),

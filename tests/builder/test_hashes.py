@@ -1,5 +1,6 @@
 """The digest of --same-bits reads all of a checkpoint: it says how far it is, and finds what was changed."""
 
+import os
 from pathlib import Path
 
 import pytest
@@ -7,6 +8,7 @@ import pytest
 from hemiola.builder import hashes
 from hemiola.builder.options import Options
 from hemiola.builder.same_bits import write_same_bits
+from hemiola.runtime.errors import Refused
 from hemiola.runtime.progress import HASHING_CHECKPOINT, Report, amount
 from hemiola.runtime.same_bits import FILE
 
@@ -31,3 +33,20 @@ def test_a_checkpoint_that_is_hashed_for_the_same_bits_is_not_silent(
     assert amount(*reports[-1]) == "8 B of 8 B"
     (tmp_path / "model.safetensors").write_text("13")
     assert written(tmp_path, lambda *_: None) != first
+
+
+def test_a_stray_file_of_a_checkpoint_is_read_for_the_same_bits(tmp_path: Path) -> None:
+    """A pipe had no end, a link led to any file, and an adapter beside them made other engines of the same
+    weights."""
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "model.safetensors").write_text("12")
+    alone = written(tmp_path, lambda *_: None)
+    (tmp_path / "adapter_model.safetensors").write_text("13")
+    (tmp_path / "folder.safetensors").mkdir()
+    (tmp_path / "link.safetensors").symlink_to("/dev/zero")
+    os.mkfifo(tmp_path / "pipe.safetensors")
+    assert written(tmp_path, lambda *_: None) == alone
+    (tmp_path / "model.safetensors").rename(tmp_path / "weights")
+    (tmp_path / "model.safetensors").symlink_to("weights")
+    with pytest.raises(Refused, match=r"model.safetensors is a link to weights"):
+        written(tmp_path, lambda *_: None)

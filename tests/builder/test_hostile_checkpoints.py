@@ -1,11 +1,13 @@
 """Checkpoints of strangers: each field of each JSON file, wrong in each way. They are refused in one line, or
 taken; never a traceback, a hang, or gigabytes."""
 
+import io
 import json
 import os
 import random
 import secrets
 from collections.abc import Callable
+from contextlib import redirect_stderr
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +44,7 @@ NUMBERS = [
 ]
 ESCAPE = "\x1b]0;a\x07\nerror: b"  # a terminal's title, and a line of its own
 TEXTS = ["", "x", ESCAPE, "\ud800", "4096", "x" * 10_000, "M*-E" * 3000]
-LISTS = [[], [None], [1], [2**70], ["x"], [[]], ["full_attention"] * 5000, {}, {"a": 1}]
+LISTS = [[], [None], [1], [2**70], ["x"], [[]], ["full_attention"] * 5000, [1.5] * 5000, {}, {"a": 1}]
 FLOATS = [{"__float__": value} for value in ("nan", "x", None, [1], True, "Infinity")]
 WRONG: list[Any] = [None, *NUMBERS, *TEXTS, *LISTS, *FLOATS]
 FAMILIES = ("qwen3_5", "nemotron_h_moe")
@@ -55,7 +57,8 @@ class Reached(Exception):
 
 @pytest.fixture
 def attempt(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., str]:
-    """Builds, up to the first file of the engine; returns what is refused, "" if nothing is."""
+    """Builds, up to the first file of the engine; returns what is refused, "" if nothing is. No line obeys a
+    file, those of warnings included."""
 
     def reached(*_: object) -> None:
         raise Reached
@@ -63,14 +66,19 @@ def attempt(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., st
     monkeypatch.setattr(module, "fresh", reached)
 
     def attempt_(folder: Path) -> str:
+        warnings = io.StringIO()
         try:
-            build(folder, tmp_path / "engine", Options())
+            with redirect_stderr(warnings):
+                build(folder, tmp_path / "engine", Options())
         except Reached:
-            return ""
+            said = ""
         except Refused as error:
-            assert str(error).isprintable() and len(str(error)) < 2000, str(error)[:3000]
-            return str(error)
-        raise AssertionError("it was built")
+            said = str(error)
+        else:
+            raise AssertionError("it was built")
+        for line in (said, *warnings.getvalue().split("\n")):
+            assert line.isprintable() and len(line) < 2000, line[:3000]
+        return said
 
     return attempt_
 
@@ -152,16 +160,59 @@ FOUND = {  # these were tracebacks, hangs, engines that answer NaN, or lines of 
     "epsilon below 0": ("rms_norm_eps", -1),
     "epsilon NaN": ("rms_norm_eps", float("nan")),
     "long word": ("attention_bias", ["full_attention"] * 5000),
+    "long limits": ("time_step_limit", [1.5] * 5000),
+    "no layers": ("layers_block_type", []),
+    "many layers": ("layers_block_type", ["mamba"] * 5000),
+    "heads": ("linear_num_value_heads", 3 * 2**20),
+    "channels": ("linear_key_head_dim", 2**20),
+    "channels of Mamba": ("ssm_state_size", 2**20),
+    "experts": ("num_experts", 2**18),  # a sparse file of 20 kB has all of them: 10 GB of objects
+    "experts of Nemotron": ("n_routed_experts", 9 * 2**18),
 }
+FAMILY_OF = {"num_experts": "qwen3_next"} | dict.fromkeys(
+    ("time_step_limit", "layers_block_type", "ssm_state_size", "n_routed_experts"), "nemotron_h_moe"
+)
 
 
 @pytest.mark.parametrize("case", FOUND)
 def test_a_value_that_no_model_has_is_taken(case: str, attempt: Callable[..., str], tmp_path: Path) -> None:
     key, wrong = FOUND[case]
-    source = checkpoints.make("qwen3_5", tmp_path / "source")
+    source = checkpoints.make(FAMILY_OF.get(key, "qwen3_5"), tmp_path / "source")
     file = source / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {key: wrong}))
     assert (key if not isinstance(wrong, dict) else "config.json") in attempt(source)
+
+
+def test_a_setting_in_a_warning_controls_a_terminal(attempt: Callable[..., str], tmp_path: Path) -> None:
+    source = checkpoints.make("qwen3_5", tmp_path / "source")
+    weights, file = next(source.glob("*.safetensors")), source / "config.json"
+    save_file({name: w for name, w in load_file(weights).items() if not name.startswith("mtp.")}, weights)
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"mtp_num_hidden_layers": ESCAPE}))
+    assert attempt(source) == ""
+
+
+ENTRIES: dict[str, Callable[[dict[str, Any]], object]] = {  # what safetensors reads of a tensor
+    "a list": lambda entry: [entry["dtype"], entry["shape"], entry["data_offsets"]],
+    "more": lambda entry: entry | {"x": [[]], "name": ESCAPE},
+    "gigabytes": lambda entry: entry | {"x": [[]] * 2**16},
+    "another dtype": lambda entry: entry | {"dtype": "C64"},
+}
+
+
+@pytest.mark.parametrize("kind", ENTRIES)
+def test_a_header_that_only_safetensors_understands_is_a_traceback(
+    kind: str, attempt: Callable[..., str], tmp_path: Path
+) -> None:
+    source = checkpoints.make("qwen3_5", tmp_path / "source")
+    weights = next(source.glob("*.safetensors"))
+    content = weights.read_bytes()
+    end = 8 + int.from_bytes(content[:8], "little")
+    header = json.loads(content[8:end])
+    name = next(name for name in header if name.endswith("norm.weight"))
+    header[name] = ENTRIES[kind](header[name])
+    packed = json.dumps(header).encode()
+    weights.write_bytes(len(packed).to_bytes(8, "little") + packed + content[end:])
+    assert ("safetensors" in attempt(source)) == (kind != "more")
 
 
 def test_a_config_that_is_only_a_float_is_a_traceback(attempt: Callable[..., str], tmp_path: Path) -> None:
@@ -187,6 +238,13 @@ def test_a_sparse_file_of_terabytes_is_read(name: str, attempt: Callable[..., st
     with (source / name).open("wb") as file:
         file.truncate(2**42)
     assert f"{name} has {2**42} bytes" in attempt(source)
+
+
+def test_a_config_that_becomes_gigabytes_is_read(attempt: Callable[..., str], tmp_path: Path) -> None:
+    source = checkpoints.make("qwen3_5", tmp_path / "source")
+    with (source / "config.json").open("ab") as file:
+        file.write(b" " * 2**24)
+    assert f"bytes, at most {2**24} are read" in attempt(source)
 
 
 @pytest.mark.parametrize(

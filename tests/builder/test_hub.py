@@ -303,6 +303,25 @@ def test_a_header_of_a_hub_names_a_file_outside_of_its_cache(
     assert not [name for name in files_of(tmp_path) if name.startswith("cache/models--") and "snap" in name]
 
 
+@pytest.mark.parametrize("lie", [{"X-Xet-Cas-Url": "local://{outside}"}, {"X-Xet-Token-Expiration": "-5"}])
+def test_a_hub_sends_hf_xet_to_a_folder_or_into_a_traceback(
+    lie: dict[str, str], hub: FakeHub, tmp_path: Path
+) -> None:
+    """hf_xet takes a folder for a store of its own, and writes there."""
+    pytest.importorskip("hf_xet")
+    route = f"{hub.endpoint}/api/models/{NAME}"
+    hub.lies = {"config.json": {"X-Xet-Hash": "a" * 64, "X-Xet-Refresh-Route": route}}
+    store = {
+        "X-Xet-Cas-Url": hub.endpoint,
+        "X-Xet-Access-Token": "t",
+        "X-Xet-Token-Expiration": "99999999999",
+    }
+    lie = {name: value.replace("{outside}", str(tmp_path / "outside")) for name, value in lie.items()}
+    hub.headers = store | lie
+    fetch()
+    assert not (tmp_path / "outside").exists()
+
+
 def test_headers_are_not_checked_once_a_connection_has_failed(hub: FakeHub, tmp_path: Path) -> None:
     """huggingface_hub closes its client then. The next is made as the program wants it, and checked, too."""
     made: list[Any] = []

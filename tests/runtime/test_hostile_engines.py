@@ -5,6 +5,7 @@ import json
 import random
 import shutil
 from collections.abc import Callable, Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, cast, get_args
 
@@ -18,9 +19,11 @@ from pydantic import BaseModel
 from safetensors.torch import load_file, save_file
 
 from hemiola.runtime import manifest
+from hemiola.runtime.api import SamplingParams
 from hemiola.runtime.errors import Refused
 from hemiola.runtime.llm import LLM
 from hemiola.runtime.manifest import FILE, Manifest
+from hemiola.runtime.outline import MOST_LINES
 from hemiola.runtime.text import Text
 
 # Free text, shown to people; and what is refused at another door, or is the same on every machine.
@@ -102,6 +105,18 @@ def test_every_field_of_a_manifest_that_is_wrong_is_refused_or_harmless(
             found = stranger.outcome()
             if "tokens" in found and not set(path) & {*SHOWN, "eos_ids", "ops", "sha256", "draft_vocab"}:
                 assert found == stranger.expected, path
+
+
+def test_a_list_of_a_manifest_that_no_program_needs_is_a_hang(stranger: Stranger) -> None:
+    """`hemiola inspect` counted each of them among all."""
+    whole = stranger.content()
+    for path in (("layers",), ("states",), *(("segments", 0, key) for key in ("weights", "states", "nodes"))):
+        at: Any = whole
+        for step in path:
+            at = at[step]
+        (stranger.dir / FILE).write_text(json.dumps(put(whole, path, at * (MOST_LINES // len(at) + 1))))
+        with pytest.raises(Refused, match=f"{path[-1]}.* {MOST_LINES}"):
+            manifest.parse(stranger.dir / FILE)
 
 
 def test_a_size_of_a_profile_controls_a_terminal(stranger: Stranger) -> None:
@@ -249,6 +264,29 @@ def test_a_step_that_takes_more_memory_than_there_is_ends_the_process(
         LLM(tiny_engine("nemotron_h_moe"))
     with LLM(tiny_engine("nemotron_h_moe"), max_rows=1, max_step_tokens=8):
         pass
+
+
+def test_a_program_that_few_requests_need_is_read_when_one_comes(stranger: Stranger) -> None:
+    """That of every line, for log-probabilities of prompts. What was wrong with it, or what had come into the
+    folder by then, ended the engine."""
+    sizes: dict[str, Any] = {"drafts": "none", "max_rows": 2, "num_pages": 40}
+    lines = program_lines((stranger.source / "trunk.jsonl").read_bytes())
+    wide = next(n for n, line in enumerate(lines) if line[1] == "aten.add.Tensor")
+    doubled = [lines[wide][0], *(f"wide_{n}" for n in range(12))]
+    joins = [[name, "aten.cat.default", [[{"node": before}] * 2, 1]] for before, name in pairwise(doubled)]
+    for changed, said in (
+        (lines[1:], "trunk.jsonl"),
+        ([*lines[: wide + 1], *joins, *lines[wide + 1 :]], "takes"),
+    ):
+        stranger.change("trunk.jsonl", lambda _, c=changed: "\n".join(map(json.dumps, c)).encode())
+        assert stranger.sign() is None
+        with pytest.raises(Refused, match=said):
+            LLM(stranger.dir, **sizes)
+    stranger.reset()
+    with LLM(stranger.dir, **sizes) as llm:
+        (stranger.dir / "trunk.jsonl").write_text("")
+        (output,) = llm.generate([[5, 6, 7]], SamplingParams(max_tokens=1, prompt_logprobs=0))
+        assert output.prompt_logprobs is not None
 
 
 HEADERS: dict[str, Callable[[dict[str, Any], str], object]] = {

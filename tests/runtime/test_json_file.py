@@ -77,3 +77,10 @@ def test_a_parameter_of_a_model_that_python_cannot_read_is_refused_as_text(tmp_p
 def test_a_file_is_read_as_utf8_wherever_one_is(tmp_path: Path) -> None:
     (tmp_path / "a.json").write_bytes('"é"'.encode())
     assert read_json(tmp_path / "a.json", "") == "é"
+
+
+def test_a_model_that_stands_twice_in_a_file_is_lost_in_silence(tmp_path: Path) -> None:
+    file = tmp_path / "models.json"
+    file.write_text('{"a": {"engine_dir": "x"}, "a": {"engine_dir": "y"}}')
+    with pytest.raises(Refused, match="the key 'a' stands twice in one object"):
+        read_models(file, (), ())

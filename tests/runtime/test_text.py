@@ -397,6 +397,13 @@ def test_variables_of_a_template_are_what_it_reads(tmp_path: Path) -> None:
     assert with_template(tmp_path, template).variables == {"messages", "on", "off", "z"}
 
 
+def test_a_template_with_a_number_of_5000_digits_is_a_traceback(tmp_path: Path) -> None:
+    text = with_template(tmp_path, "{{ " + "1" * 5000 + " }}")
+    assert text.variables == frozenset()
+    with pytest.raises(Refused, match="the chat template does not fit"):
+        text.chat(MESSAGES)
+
+
 GENERIC = "{% for m in messages %}{{ m.role + m.content }}{% endfor %}"
 CONTENT = "{{ messages[0].content }}"
 UNREADABLE = [[{"type": "image"}], 5, {"text": "a"}, b"a"]  # contents that Python would spell

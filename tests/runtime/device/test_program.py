@@ -8,8 +8,9 @@ import pytest
 
 from hemiola.builder import graph
 from hemiola.runtime import manifest
-from hemiola.runtime.device.program import CALLS, EXACT, MOST_LINES, load_program
+from hemiola.runtime.device.program import CALLS, EXACT, load_program
 from hemiola.runtime.errors import Refused
+from hemiola.runtime.outline import MOST_LINES
 
 X = ["x", "", [], {"dtype": "float32"}, [None, 4]]
 END = ["output", "output", [[{"node": "x"}, {"node": "x"}]]]

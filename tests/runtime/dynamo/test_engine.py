@@ -672,3 +672,13 @@ def test_a_card_is_made_once_and_names_the_engine(
     other = make_card(engine_dir, found.model_copy(update={"identity": "another"}))
     assert other != card, "engines of two identities had one card"
     assert len(list(card.parent.iterdir())) == 2, "something was left behind"
+
+
+def test_a_card_is_where_only_its_worker_finds_it(
+    engine_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("XDG_CACHE_HOME", "cache")
+    card = make_card(engine_dir, manifest.load(engine_dir))
+    assert card.is_relative_to(tmp_path / "home" / ".cache") and not (tmp_path / "cache").exists()
