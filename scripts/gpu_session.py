@@ -71,6 +71,7 @@ RANKS = f"python3 scripts/gpu_ranks.py --folder {RANKED}"
 REPORT = f"python3 benchmarks/gpu_report_003.py --engines {ENGINES}"
 CODES = "python3 benchmarks/gpu_quantised.py"
 CODED = "--models 9b/fp8,9b/int4,9b/nvfp4 --rows 1,64 --context 1024"
+HEADED = CODED.replace("9b/fp8,9b/int4,9b/nvfp4", "9b/int4/head-int4,9b/fp8/head-fp8")
 PRINTED = 7_000  # characters of the summary: a call brings back 12,000 of all that was printed
 
 
@@ -158,7 +159,7 @@ BUILT = {tp: RANKED / f"built-{tp}" for tp in (2, 4)}
 LANES = (
     Stage("build report", 250, f"{NO_GPU} {REPORT} --build; {NO_GPU} {REPORT} --build --tp 1"),
     Stage("build ranks", 250, f"{RANKS} --parts build --cases mtp"),
-    Stage("build codes", 300, f"{NO_GPU} {MODELS} {CODED} --build"),
+    Stage("build codes", 300, f"{NO_GPU} {MODELS} {CODED} --build; {NO_GPU} {MODELS} {HEADED} --build"),
     Stage("build 9b ranks", 150, f"{NO_GPU} {MODELS} --models 9b --rows 64 --tp 2 --build"),
     Stage("build four", 250, f"{RANKS} --tp 4 --parts build --cases mtp;"
           f" {NO_GPU} {MODELS} --models 9b --rows 64 --tp 4 --build"),
@@ -185,9 +186,11 @@ LANES = (
           maker="build four"),
     Stage("drafts of codes", 150, f"{MODELS} {CODED} --drafts none,mtp", True, engine("9b-nvfp4-64-2048-1"),
           maker="build codes"),
-    Stage("pages", 90, "python3 benchmarks/gpu_attention.py --pages auto fp8", True),
     Stage("coded", 150, f"{CODES} tiles --kinds fp8 --inner 256,512 --rows 16,48,4400;"
           f" {CODES} sweep --kinds nvfp4 --rows 1,4 --shapes up,down,out", True),
+    Stage("many of codes", 60, f"{CODES} table --kinds w8a8,fp8 --shapes up,down --rows 8192", True),
+    Stage("heads of codes", 60, f"{MODELS} {HEADED} --drafts none", True,
+          engine("9b-fp8-head-fp8-64-2048-1"), maker="build codes"),
     Stage("vllm codes", 330, theirs("codes", "9b-off,9b-mtp3", quantization="fp8"), **OF_VLLM),
     Stage("vllm two", 330, theirs("two", "9b-off,9b-mtp3", tensor_parallel_size=2), **OF_VLLM),
     Stage("vllm report", 330, theirs("report", "", tensor_parallel_size=2, **SIXTEEN), **OF_VLLM),
