@@ -211,6 +211,12 @@ PEERS = {  # what we call vLLM's configurations, and how many times its tokens a
     ("0.8b", "mtp"): ("0.8b-mtp3", 3.0),
     ("nano", "none"): ("nano9b-off", 1.3),
 }
+BESIDE_VLLM = {  # its folder in logs: stages of ours, and what their goal is, if it is another
+    "": (("models", "many rows", "more models", "more rows"), 0.0),
+    "two": (("9b ranks",), 1.2),
+    "codes": (("drafts of codes",), 1.0),
+}
+ROW_OF_MODEL = r"^\| (\S+) \| (\w+) \| (\d+) \|(.*)"
 
 
 class Lane(NamedTuple):
@@ -450,12 +456,13 @@ def stop(process: subprocess.Popen, patience: float) -> None:
 
 
 def gist(log: str) -> str:
-    """How many tests did what, if any ran; else the last line."""
+    """How many tests did what, if any ran; else the last line, of a table or a note if there is one."""
     outcomes = re.findall(r"^\[gw\d+\].* (PASSED|FAILED|ERROR|SKIPPED|XFAIL) ", log, re.MULTILINE)
     if outcomes:
         return ", ".join(f"{outcomes.count(word)} {word.lower()}" for word in dict.fromkeys(outcomes))
     lines = [line.strip() for line in log.splitlines() if line.strip()]
-    return lines[-1][:160] if lines else "said nothing"
+    told = [line for line in lines if line.startswith(("| ", "* "))] or lines
+    return told[-1][:160] if told else "said nothing"
 
 
 def load() -> list[Done]:
@@ -530,16 +537,18 @@ def table_of(name: str) -> str:
 
 def beside_vllm() -> str:
     """Lines of models, with what vLLM made of the same rows on this machine."""
-    file = KEPT / "logs/peer.json"
-    theirs = json.loads(file.read_text()) if file.exists() else {}
     lines = []
-    ours = "\n".join(log_of(name) for name in ("models", "many rows", "more models", "more rows"))
-    for model, drafts, rows, cells in re.findall(r"^\| (\S+) \| (\w+) \| (\d+) \|(.*)", ours, re.MULTILINE):
-        config, goal = PEERS.get((model, drafts), ("", 0.0))
-        if step := theirs.get(config, {}).get(f"decode b{rows}"):
-            speed, known = float(cells.split("|")[4].replace(",", "")), step["tok_s"]
-            compared = f"{speed:,.0f} | {known:,.0f} | {speed / known:.2f} | {goal}"
-            lines.append(f"| {model} | {drafts} | {rows} | {compared} |")
+    for folder, (stages, goals) in BESIDE_VLLM.items():
+        file = KEPT / "logs" / folder / "peer.json"
+        theirs = json.loads(file.read_text()) if file.exists() else {}
+        ours = "\n".join(map(log_of, stages))
+        for model, drafts, rows, cells in re.findall(ROW_OF_MODEL, ours, re.MULTILINE):
+            config, goal = PEERS.get((model.removesuffix("/fp8"), drafts), ("", 0.0))
+            step = theirs.get(config, {}).get(f"decode b{rows}", {})
+            if known := step.get("tok_s"):
+                speed = float(cells.split("|")[4].replace(",", ""))
+                compared = f"{speed:,.0f} | {known:,.0f} | {speed / known:.2f} | {goals or goal}"
+                lines.append(f"| {model}{folder and f', {folder}'} | {drafts} | {rows} | {compared} |")
     head = "| model | drafts | rows | ours | vLLM's | ratio | goal |\n|---|---|---|---|---|---|---|\n"
     return head + "\n".join(lines) if lines else ""
 

@@ -178,10 +178,16 @@ def test_our_tokens_stand_beside_vllms_of_the_same_session(session: ModuleType, 
     (logs / "peer.json").write_text(json.dumps(peer))
     line = "| 9b | none | 64 | 8.94 | 1.44 | 8.40 | 0.94 | 7,158 | 103 | 0.4% | equal |\n"
     (logs / "models.log").write_text(line + line.replace("| 64 |", "| 1 |"))
+    (logs / "two").mkdir()
+    (logs / "two/peer.json").write_text(
+        json.dumps({"9b-off": {"decode b64": {"tok_s": 10_000}, "decode b1": {"err": "x"}}})
+    )
+    (logs / "9b_ranks.log").write_text(line.replace("7,158", "14,316") + line.replace("| 64 |", "| 1 |"))
     session.write(tmp_path)
     for name in ("summary.md", "tables.md"):
         text = (tmp_path / name).read_text()
         assert "| 9b | none | 64 | 7,158 | 7,616 | 0.94 | 1.2 |" in text and text.count("| 9b |") == 1
+        assert "| 9b, two | none | 64 | 14,316 | 10,000 | 1.43 | 1.2 |" in text
 
 
 def test_a_bundle_comes_in_two_calls(session: ModuleType) -> None:
