@@ -164,8 +164,8 @@ LANES = (
     Stage("build four", 250, f"{RANKS} --tp 4 --parts build --cases mtp;"
           f" {NO_GPU} {MODELS} --models 9b --rows 64 --tp 4 --build"),
     Stage("build served", 150, "python3 -c 'from kit.gpu_engines import build_served; build_served()'"),
-    Stage("compiled", 60, f"XZ_OPT=-T0 tar -C {KEPT} --exclude=*.{{ttir,ttgir,llir,source}} -cJf {PACKED}.part"
-          f" {COMPILED.name} && mv {PACKED}.part {PACKED}"),
+    Stage("compiled", 60, f"XZ_OPT=-T0 tar -C {KEPT} --exclude=*.{{ttir,ttgir,llir,source}}"
+          f" -cJf {PACKED}.part {COMPILED.name} && mv {PACKED}.part {PACKED}"),
     Stage("unpack vllm", 200, f"PEER_SITE={VLLM}/site PEER_WORK={VLLM}/work bash {VLLM}/install.sh",
           needs=VLLM / "site.tar.xz"),
     Stage("report", 230, f"{REPORT} --requests 320 --profile", True, engine("report-003-fp8-16-2"),

@@ -43,7 +43,7 @@ def session(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     spec.loader.exec_module(module)
     for name, value in {"KEPT": tmp_path / "kept", "LEASE": tmp_path / "lease", "PATIENCE": 0.2}.items():
         monkeypatch.setattr(module, name, value)
-    for name in ("SITE", "ENGINES", "VLLM", "TRITON", "TOOL"):
+    for name in ("SITE", "ENGINES", "VLLM", "TRITON", "TOOL", "COMPILED", "PACKED"):
         monkeypatch.setattr(module, name, tmp_path / "kept" / name.lower())
     return module
 
@@ -183,7 +183,9 @@ def test_our_tokens_stand_beside_vllms_of_the_same_session(session: ModuleType, 
         json.dumps({"9b-off": {"decode b64": {"tok_s": 10_000}, "decode b1": {"err": "x"}}})
     )
     (logs / "9b_ranks.log").write_text(line.replace("7,158", "14,316") + line.replace("| 64 |", "| 1 |"))
+    session.PACKED.write_text("too large to come back with the logs")
     session.write(tmp_path)
+    assert (tmp_path / session.PACKED.name).read_text() == session.PACKED.read_text()
     for name in ("summary.md", "tables.md"):
         text = (tmp_path / name).read_text()
         assert "| 9b | none | 64 | 7,158 | 7,616 | 0.94 | 1.2 |" in text and text.count("| 9b |") == 1
