@@ -58,6 +58,8 @@ PARTS: dict[str, dict[str, Any]] = {  # behind a model's name, each behind a sla
     "nvfp4": {"quantize": "nvfp4"},
     "w8a8": {"quantize": "fp8", "act_dtype": "fp8"},
     "draft-int4": {"draft_head": "int4"},
+    "head-int4": {"quantize_head": "int4"},
+    "head-fp8": {"quantize_head": "fp8"},
     "32k": {"draft_vocab": 32_768},  # drafts are chosen among the lowest ids
 }
 ADAPTIVE = "adaptive"

@@ -1,6 +1,6 @@
 """Report 003's load on vLLM: as many requests at once, prompts and answers as gpu_report_003.py has.
 
-    PYTHONPATH=SITE PEER_EXTRA=OPTIONS python3 benchmarks/peer_report_003.py BENCH [--requests 64]
+    PYTHONPATH=SITE PEER_EXTRA=OPTIONS python3 benchmarks/peer_report_003.py BENCH [--requests 128]
 
 BENCH: the folder of the peer bundle's bench.py, whose engine "35b-mtp3" this is, with the options that
 PEER_EXTRA adds (JSON). vLLM accepts drafts at fixed rates by itself. Its weights are dummies, with which a
@@ -8,9 +8,11 @@ router chooses few experts: steps are shorter than with a model's weights.
 """
 
 import argparse
+import os
 import statistics
 import sys
 import time
+import traceback
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +23,7 @@ TOLD = 10.0  # seconds between two lines
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("bench", type=Path)
-    parser.add_argument("--requests", type=int, default=64)
+    parser.add_argument("--requests", type=int, default=128)
     parser.add_argument("--at-once", type=int, default=16)
     parser.add_argument("--prompt", type=int, default=4400)
     parser.add_argument("--answer", type=int, default=512)
@@ -31,9 +33,18 @@ def main() -> None:
 
     bench.env_setup(0)
     bench.WORK = bench.os.environ["PEER_WORK"]
-    run = bench.Run(CONFIG, bench.os.path.join(bench.WORK, "report.jsonl"))
-    load(run, asked, asked.at_once)  # what is compiled when it is first called is there then
-    load(run, asked, asked.requests)
+    status = 1
+    try:
+        run = bench.Run(CONFIG, bench.os.path.join(bench.WORK, "report.jsonl"))
+        load(run, asked, asked.at_once)  # what is compiled when it is first called is there then
+        load(run, asked, asked.requests)
+        status = 0
+        run.eng.engine_core.shutdown()
+    except Exception:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        os._exit(status)  # as bench.py ends: what is left of vLLM may hang
 
 
 def load(run: Any, asked: argparse.Namespace, num: int) -> None:

@@ -21,6 +21,7 @@ def main() -> None:
         f"{device.name}, {device.total_memory / 2**30:.0f} GiB, {device.multi_processor_count}"
         f" multiprocessors, CUDA driver {'.'.join(map(str, version()))}, torch {torch.__version__},"
         f" Triton {triton.__version__}, Python {sys.version.split()[0]}"
+        f"; GPUs here: {torch.cuda.device_count()}"
     )
     source = torch.randn(2**30, device="cuda", dtype=torch.bfloat16)
     target = torch.empty_like(source)

@@ -3,8 +3,9 @@
 #   scripts/gpu_prepare.sh [VLLM_PEER_FOLDER]
 # base/: wheels that its Python 3.12 lacks, and the commit's name; sanitizer/: a compute-sanitizer that knows
 # Hopper's warp groups, 18 MB. With a folder that holds vLLM's make_bundle.sh (10 minutes): vllm1/ and vllm2/,
-# 17 MB and the rest, one for each of two calls, since a call carries 64 MiB; the first has room for compiled/
-# beside them: compiled.tar.xz, Triton's cache, from the logs.tar.gz of a session that ran the stage "compiled".
+# one for each of two calls, since a call carries 64 MiB with the tree: the first has what room is left beside
+# base/ and compiled/ (compiled.tar.xz, Triton's cache, which a session that ran the stage "compiled" brought
+# back: put it there before).
 set -euo pipefail
 cd "$(dirname "$0")/.."
 rm -rf .lease/base .lease/sanitizer && mkdir -p .lease/base/whl
@@ -16,14 +17,24 @@ python3 -m pip download -q --no-deps --only-binary=:all: --python-version 3.12 -
 python3 -m pip download -q --no-deps --only-binary=:all: --platform manylinux_2_25_x86_64 -d .lease/sanitizer \
     nvidia-cuda-sanitizer-api==13.5.25
 git describe --always --dirty > .lease/base/commit
+bytes() { { find "$1" -type f -exec cat {} + 2> /dev/null || true; } | wc -c; }
+tree=$(git ls-files -z | xargs -0 cat | wc -c)
+room=$((63 * 2**20 + 2**19 - tree)) # of a call, and half a MiB for what nobody counted
 if [ $# -gt 0 ]; then
     rm -rf .lease/vllm .lease/vllm1 .lease/vllm2
     bash "$1/make_bundle.sh" .lease/vllm
+    site=.lease/vllm/site.tar.xz
+    whole=$(bytes $site)
+    first=$((room - $(bytes .lease/base) - $(bytes .lease/compiled) - $(bytes .lease/vllm) + whole))
+    [ $first -gt 0 ] || { echo "beside .lease/base and .lease/compiled there is no room for vLLM" >&2; exit 1; }
+    first=$((first < whole ? first : whole - 1))
     mkdir .lease/vllm2
-    head -c 17M .lease/vllm/site.tar.xz > .lease/vllm/site.tar.xz.00
-    tail -c +$((17 * 2**20 + 1)) .lease/vllm/site.tar.xz > .lease/vllm/site.tar.xz.01
-    rm .lease/vllm/site.tar.xz
-    mv .lease/vllm/site.tar.xz.01 .lease/vllm2/
+    head -c $first $site > $site.00
+    tail -c +$((first + 1)) $site > .lease/vllm2/site.tar.xz.01
+    rm $site
     mv .lease/vllm .lease/vllm1
 fi
 du -sm .lease/*
+for part in vllm2 triton; do
+    [ "$(bytes .lease/$part)" -le $room ] || echo ".lease/$part and the tree are more than the 64 MiB of a call" >&2
+done

@@ -114,9 +114,10 @@ def ran(part: str, asked: argparse.Namespace) -> bool:
         status = process.wait(PARTS[part] + (asked.seconds if part == "storms" else 0))
     except subprocess.TimeoutExpired:
         status = "its time is up"
-    with suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
+    finally:  # also where this is interrupted: the next stage needs the GPUs
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
     print(f"## {part}: {status} after {time.monotonic() - start:.1f} s\n", flush=True)
     return status == 0
 
@@ -596,7 +597,7 @@ def engines(asked: argparse.Namespace) -> None:
 
 MIXES: tuple[tuple[dict[str, Any], ...], ...] = (
     ({},),
-    ({"temperature": 0.9}, {}),
+    ({"temperature": 0.9, "top_p": 0.95}, {}),  # sorts
     ({"temperature": 0.9, "top_k": 50, "top_p": 0.95}, {}),
     ({"repetition_penalty": 1.1, "logprobs": 2}, {"temperature": 0.9, "top_k": 50}, {}),
 )
@@ -681,6 +682,7 @@ def storms(asked: argparse.Namespace) -> None:
                     print(f"seed {seed}, {options}: {wrong}", flush=True)
                 if time.monotonic() > until:
                     break
+        print(f"* {done} storms so far, {bad} wrong", flush=True)
     row(f"{done} storms of 30 requests", f"{seed} engines", "ledgers compared in every step", f"{bad} wrong")
     sys.exit(bad > 0 or done == 0)
 

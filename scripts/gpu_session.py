@@ -27,7 +27,7 @@ run it again before the first call. Where a round over branches comes first, few
 
 On a machine with several GPUs, --lanes "report,buckets@0,1; codes@2; build report,build ranks" runs
 sequences of stages beside each other, each with GPUs (or none: it builds) and a share of the cores of its
-own. A stage waits for what it needs, until the time is up. CONTRIBUTING.md has the calls.
+own. A stage waits for what it needs as long as a lane is to make it. CONTRIBUTING.md has the calls.
 """
 
 import argparse
@@ -44,13 +44,14 @@ import threading
 import time
 from contextlib import suppress
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
 LEASE = ROOT / ".lease"  # what scripts/gpu_prepare.sh made, and the calls carry
 KEPT = Path("/tmp/gpu_session")  # of this machine, for later calls
 SITE, ENGINES, VLLM, TRITON, TOOL = (KEPT / name for name in ("site", "engines", "vllm", "triton", "tool"))
 COMPILED = KEPT / "compiled"  # Triton's cache
+PACKED = KEPT / "compiled.tar.xz"  # the same, to be carried to another machine
 ENOUGH = 0.6  # of its time; with less left no stage begins, but one behind it may
 PATIENCE = 12  # seconds in which an interrupted stage may say what it has
 ONE_BY_ONE = "-m pytest -v --tb=short -p no:cacheprovider"
@@ -70,6 +71,7 @@ RANKS = f"python3 scripts/gpu_ranks.py --folder {RANKED}"
 REPORT = f"python3 benchmarks/gpu_report_003.py --engines {ENGINES}"
 CODES = "python3 benchmarks/gpu_quantised.py"
 CODED = "--models 9b/fp8,9b/int4,9b/nvfp4 --rows 1,64 --context 1024"
+HEADED = CODED.replace("9b/fp8,9b/int4,9b/nvfp4", "9b/int4/head-int4,9b/fp8/head-fp8")
 PRINTED = 7_000  # characters of the summary: a call brings back 12,000 of all that was printed
 
 
@@ -80,6 +82,7 @@ class Stage(NamedTuple):
     is_timed: bool = False  # nothing else may run meanwhile
     needs: Path | None = None  # what must be there: it came along, or is made beside the stages
     again: bool = False  # in every call
+    maker: str = ""  # stage that makes what is needed, in lanes
 
 
 STAGES = (
@@ -138,48 +141,60 @@ def theirs(name: str, configs: str, **extra: object) -> str:
     return f"{begin} PEER_EXTRA='{json.dumps(extra)}' {peer}{f' --configs {configs}' if configs else ''}"
 
 
-UNPACKED = VLLM / "site/.peer_sum"
+OF_VLLM: dict[str, Any] = {"is_timed": True, "needs": VLLM / "site/.peer_sum", "maker": "unpack vllm"}
 TWO_DRAFTS = {  # report 003's
     "method": "mtp",
     "num_speculative_tokens": 2,
     "rejection_sample_method": "synthetic",
     "synthetic_acceptance_rates": [0.857, 0.71],
 }
-SIXTEEN = {"quantization": "fp8", "speculative_config": TWO_DRAFTS}
+SIXTEEN = {
+    "quantization": "fp8",
+    "speculative_config": TWO_DRAFTS,
+    "compilation_config": {"cudagraph_capture_sizes": [3 * 2**n for n in range(9)]},  # three tokens a row
+}
 NO_GPU = "CUDA_VISIBLE_DEVICES="
 BUILT = {tp: RANKED / f"built-{tp}" for tp in (2, 4)}
 # In lanes, or by name.
 LANES = (
     Stage("build report", 250, f"{NO_GPU} {REPORT} --build; {NO_GPU} {REPORT} --build --tp 1"),
     Stage("build ranks", 250, f"{RANKS} --parts build --cases mtp"),
-    Stage("build codes", 300, f"{NO_GPU} {MODELS} {CODED} --build"),
+    Stage("build codes", 300, f"{NO_GPU} {MODELS} {CODED} --build; {NO_GPU} {MODELS} {HEADED} --build"),
     Stage("build 9b ranks", 150, f"{NO_GPU} {MODELS} --models 9b --rows 64 --tp 2 --build"),
     Stage("build four", 250, f"{RANKS} --tp 4 --parts build --cases mtp;"
           f" {NO_GPU} {MODELS} --models 9b --rows 64 --tp 4 --build"),
-    Stage("compiled", 60, f"tar -C {KEPT} -cJf $OUT/{COMPILED.name}.tar.xz {COMPILED.name}"),
+    Stage("build served", 150, "python3 -c 'from kit.gpu_engines import build_served; build_served()'"),
+    Stage("compiled", 60, f"XZ_OPT=-T0 tar -C {KEPT} --exclude=*.{{ttir,ttgir,llir,source}}"
+          f" -cJf {PACKED}.part {COMPILED.name} && mv {PACKED}.part {PACKED}"),
     Stage("unpack vllm", 200, f"PEER_SITE={VLLM}/site PEER_WORK={VLLM}/work bash {VLLM}/install.sh",
           needs=VLLM / "site.tar.xz"),
-    Stage("report", 230, f"{REPORT} --requests 320 --profile", True, engine("report-003-fp8-16-2")),
-    Stage("report one", 150, f"{REPORT} --requests 64 --profile --tp 1", True, engine("report-003-fp8-16-1")),
-    Stage("buckets", 240, f"{RANKS} --parts buckets", needs=BUILT[2]),
+    Stage("report", 230, f"{REPORT} --requests 320 --profile", True, engine("report-003-fp8-16-2"),
+          maker="build report"),
+    Stage("report one", 150, f"{REPORT} --requests 64 --profile --tp 1", True, engine("report-003-fp8-16-1"),
+          maker="build report"),
+    Stage("buckets", 240, f"{RANKS} --parts buckets", needs=BUILT[2], maker="build ranks"),
     Stage("mixture", 120, f"{RANKS} --parts engines --families moe-fp8"
-          " --cases 'mtp;none;no graphs;mtp, chunks of 63'", needs=BUILT[2]),
+          " --cases 'mtp;none;no graphs;mtp, chunks of 63'", needs=BUILT[2], maker="build ranks"),
     Stage("rank storms", 240, f"{RANKS} --parts storms --families nemotron-h-code,moe-fp8,qwen3.5-code"
-          " --seconds $((STAGE_SECONDS - 60))", needs=BUILT[2]),
+          " --seconds $((STAGE_SECONDS - 60))", needs=BUILT[2], maker="build ranks"),
     Stage("9b ranks", 120, f"{MODELS} --models 9b --rows 1,64 --drafts none,mtp --tp 2", True,
-          engine("9b-64-3072-2")),
+          engine("9b-64-3072-2"), maker="build 9b ranks"),
     Stage("four", 240, f"{RANKS} --tp 4 --parts links,sums,engines,faults --sums 100000"
-          " --cases 'mtp;none;killed'", needs=BUILT[4]),
+          " --cases 'mtp;none;killed'", needs=BUILT[4], maker="build four"),
     Stage("four times", 120, f"{RANKS} --tp 4 --parts times;"
-          f" {MODELS} --models 9b --rows 1,64 --drafts none,mtp --tp 4", True, engine("9b-64-3072-4")),
-    Stage("drafts of codes", 150, f"{MODELS} {CODED} --drafts none,mtp", True, engine("9b-nvfp4-64-2048-1")),
-    Stage("pages", 90, "python3 benchmarks/gpu_attention.py --pages auto fp8", True),
+          f" {MODELS} --models 9b --rows 1,64 --drafts none,mtp --tp 4", True, engine("9b-64-3072-4"),
+          maker="build four"),
+    Stage("drafts of codes", 150, f"{MODELS} {CODED} --drafts none,mtp", True, engine("9b-nvfp4-64-2048-1"),
+          maker="build codes"),
     Stage("coded", 150, f"{CODES} tiles --kinds fp8 --inner 256,512 --rows 16,48,4400;"
           f" {CODES} sweep --kinds nvfp4 --rows 1,4 --shapes up,down,out", True),
-    Stage("vllm codes", 330, theirs("codes", "9b-off,9b-mtp3", quantization="fp8"), True, UNPACKED),
-    Stage("vllm two", 330, theirs("two", "9b-off,9b-mtp3", tensor_parallel_size=2), True, UNPACKED),
-    Stage("vllm report", 330, theirs("report", "", tensor_parallel_size=2, **SIXTEEN), True, UNPACKED),
-    Stage("vllm report one", 330, theirs("one", "", **SIXTEEN), True, UNPACKED),
+    Stage("many of codes", 60, f"{CODES} table --kinds w8a8,fp8 --shapes up,down --rows 8192", True),
+    Stage("heads of codes", 60, f"{MODELS} {HEADED} --drafts none", True,
+          engine("9b-fp8-head-fp8-64-2048-1"), maker="build codes"),
+    Stage("vllm codes", 330, theirs("codes", "9b-off,9b-mtp3", quantization="fp8"), **OF_VLLM),
+    Stage("vllm two", 330, theirs("two", "9b-off,9b-mtp3", tensor_parallel_size=2), **OF_VLLM),
+    Stage("vllm report", 330, theirs("report", "", tensor_parallel_size=2, **SIXTEEN), **OF_VLLM),
+    Stage("vllm report one", 330, theirs("one", "", **SIXTEEN), **OF_VLLM),
 )  # fmt: skip
 # Beside the stages, one after the other.
 BESIDE = (
@@ -196,6 +211,12 @@ PEERS = {  # what we call vLLM's configurations, and how many times its tokens a
     ("0.8b", "mtp"): ("0.8b-mtp3", 3.0),
     ("nano", "none"): ("nano9b-off", 1.3),
 }
+BESIDE_VLLM = {  # its folder in logs: stages of ours, and what their goal is, if it is another
+    "": (("models", "many rows", "more models", "more rows"), 0.0),
+    "two": (("9b ranks",), 1.2),
+    "codes": (("drafts of codes",), 1.0),
+}
+ROW_OF_MODEL = r"^\| (\S+) \| (\w+) \| (\d+) \|(.*)"
 
 
 class Lane(NamedTuple):
@@ -277,8 +298,9 @@ def lanes_of(text: str) -> list[Lane]:
 
 def beside_each_other(lanes: list[Lane], until: float, environment: dict[str, str], out: Path) -> None:
     """All lanes at once; each ends when its stages have, or the time is up."""
-    lock = threading.Lock()
-    threads = [threading.Thread(target=drive, args=(lane, until, environment, out, lock)) for lane in lanes]
+    lock, coming = threading.Lock(), {stage.name for lane in lanes for stage in lane.stages}
+    given = until, environment, out, lock, coming
+    threads = [threading.Thread(target=drive, args=(lane, *given)) for lane in lanes]
     try:
         for thread in threads:
             thread.start()
@@ -288,21 +310,33 @@ def beside_each_other(lanes: list[Lane], until: float, environment: dict[str, st
         tell_all(out)
 
 
-def drive(lane: Lane, until: float, environment: dict[str, str], out: Path, lock: threading.Lock) -> None:
-    """What has passed on this machine does not run again."""
+def drive(
+    lane: Lane, until: float, environment: dict[str, str], out: Path, lock: threading.Lock, coming: set[str]
+) -> None:
+    """What has passed on this machine does not run again. coming: stages of all lanes that have not ended."""
     given = environment | ({"CUDA_VISIBLE_DEVICES": lane.gpus} if lane.gpus else {})
     for stage in lane.stages:
         with lock:  # nobody writes meanwhile
             passed = any(done.name == stage.name and done.how == "passed" for done in load())
-        if passed:
-            continue
-        while (left := until - time.monotonic()) >= ENOUGH * stage.seconds:
-            if stage.needs is None or stage.needs.exists():
-                done = run(stage, min(stage.seconds, left), given, cores=lane.cores)
-                with lock:
-                    note(done, out)
-                break
-            time.sleep(0.2)
+        if not passed and (done := when_ready(stage, until, given, lane.cores, coming)):
+            with lock:
+                note(done, out)
+        coming.discard(stage.name)
+
+
+def when_ready(
+    stage: Stage, until: float, environment: dict[str, str], cores: str, coming: set[str]
+) -> Done | None:
+    """None: there is too little time."""
+    while (left := until - time.monotonic()) >= ENOUGH * stage.seconds:
+        is_coming = stage.maker in coming  # looked at first: it may be there a moment later
+        if stage.needs is None or stage.needs.exists():
+            return run(stage, min(stage.seconds, left), environment, cores=cores)
+        if not is_coming:
+            return Done(stage.name, "failed", 0, f"there is no {stage.needs}, and nothing makes it")
+        time.sleep(0.2)
+    print(f"{stage.name}: no time, {left:.0f} s are left", flush=True)
+    return None
 
 
 def note(done: Done, out: Path) -> None:
@@ -422,12 +456,13 @@ def stop(process: subprocess.Popen, patience: float) -> None:
 
 
 def gist(log: str) -> str:
-    """How many tests did what, if any ran; else the last line."""
+    """How many tests did what, if any ran; else the last line, of a table or a note if there is one."""
     outcomes = re.findall(r"^\[gw\d+\].* (PASSED|FAILED|ERROR|SKIPPED|XFAIL) ", log, re.MULTILINE)
     if outcomes:
         return ", ".join(f"{outcomes.count(word)} {word.lower()}" for word in dict.fromkeys(outcomes))
     lines = [line.strip() for line in log.splitlines() if line.strip()]
-    return lines[-1][:160] if lines else "said nothing"
+    told = [line for line in lines if line.startswith(("| ", "* "))] or lines
+    return told[-1][:160] if told else "said nothing"
 
 
 def load() -> list[Done]:
@@ -444,12 +479,13 @@ def write(out: Path) -> None:
     """What is known by now: a lease may end at any moment."""
     by_name = {done.name: done for done in load()}
     lines = [f"{where()}", "", "| stage | | seconds | |", "|---|---|---|---|"]
-    for stage in (*STAGES, *(stage for stage in LANES if stage.name in by_name)):
-        done = by_name.get(stage.name, Done(stage.name, "not run", 0.0, ""))
+    for done in by_name.values():
         said = done.said.replace("|", "/")
         lines.append(f"| {done.name} | {done.how} | {done.seconds:.0f} | {said} |")
+    lines += ["", f"Not run: {', '.join(stage.name for stage in STAGES if stage.name not in by_name)}"]
     for done in by_name.values():
-        lines += [f"* {done.name}: {line}" for line in bad(done.name)[:12]]
+        wrong = bad(done.name)[:12] or (last_lines(done.name) if done.how != "passed" else [])
+        lines += [f"* {done.name}: {line}" for line in wrong]
     tables = [f"# Benchmarks of one session on a GPU\n\n{where()}\n"]
     for stage in known():
         if stage.name in by_name and (table := table_of(stage.name)):
@@ -459,6 +495,8 @@ def write(out: Path) -> None:
         lines += ["", beside]
     (out / "summary.md").write_text("\n".join(lines) + "\n")
     (out / "tables.md").write_text("\n".join(tables))
+    if PACKED.exists():  # with the logs it may be too large to come back
+        shutil.copy(PACKED, out)
     with tarfile.open(out / "logs.tar.gz", "w:gz") as archive:
         for path in sorted(path for path in (KEPT / "logs").rglob("*") if path.is_file()):
             with suppress(FileNotFoundError):  # of a stage that begins again
@@ -479,8 +517,13 @@ def log_of(name: str) -> str:
 
 def bad(name: str) -> list[str]:
     """Tests that failed, and lines in which a benchmark says that something differs."""
-    lines = re.findall(r"^(?:FAILED|ERROR) .*|^.*OTHER (?:TOKENS|BITS).*", log_of(name), re.MULTILINE)
+    lines = re.findall(r"^(?:FAILED|ERROR) .*|^.*(?:OTHER|BAD)\b.*", log_of(name), re.MULTILINE)
     return [line[:200] for line in dict.fromkeys(lines)]
+
+
+def last_lines(name: str) -> list[str]:
+    """Why a stage has failed, or how far it came."""
+    return [line[:200] for line in log_of(name).splitlines() if line.strip()][-6:]
 
 
 def table_of(name: str) -> str:
@@ -494,16 +537,18 @@ def table_of(name: str) -> str:
 
 def beside_vllm() -> str:
     """Lines of models, with what vLLM made of the same rows on this machine."""
-    file = KEPT / "logs/peer.json"
-    theirs = json.loads(file.read_text()) if file.exists() else {}
     lines = []
-    ours = "\n".join(log_of(name) for name in ("models", "many rows", "more models", "more rows"))
-    for model, drafts, rows, cells in re.findall(r"^\| (\S+) \| (\w+) \| (\d+) \|(.*)", ours, re.MULTILINE):
-        config, goal = PEERS.get((model, drafts), ("", 0.0))
-        if step := theirs.get(config, {}).get(f"decode b{rows}"):
-            speed, known = float(cells.split("|")[4].replace(",", "")), step["tok_s"]
-            compared = f"{speed:,.0f} | {known:,.0f} | {speed / known:.2f} | {goal}"
-            lines.append(f"| {model} | {drafts} | {rows} | {compared} |")
+    for folder, (stages, goals) in BESIDE_VLLM.items():
+        file = KEPT / "logs" / folder / "peer.json"
+        theirs = json.loads(file.read_text()) if file.exists() else {}
+        ours = "\n".join(map(log_of, stages))
+        for model, drafts, rows, cells in re.findall(ROW_OF_MODEL, ours, re.MULTILINE):
+            config, goal = PEERS.get((model.removesuffix("/fp8"), drafts), ("", 0.0))
+            step = theirs.get(config, {}).get(f"decode b{rows}", {})
+            if known := step.get("tok_s"):
+                speed = float(cells.split("|")[4].replace(",", ""))
+                compared = f"{speed:,.0f} | {known:,.0f} | {speed / known:.2f} | {goals or goal}"
+                lines.append(f"| {model}{folder and f', {folder}'} | {drafts} | {rows} | {compared} |")
     head = "| model | drafts | rows | ours | vLLM's | ratio | goal |\n|---|---|---|---|---|---|---|\n"
     return head + "\n".join(lines) if lines else ""
 

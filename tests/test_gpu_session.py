@@ -7,6 +7,7 @@ import os
 import re
 import runpy
 import shlex
+import signal
 import subprocess
 import sys
 import tarfile
@@ -20,6 +21,9 @@ import pytest
 import torch
 
 from hemiola.plugins.gpu import launch
+from hemiola.runtime.api import SamplingParams
+from hemiola.runtime.choose.rule import Rule
+from hemiola.runtime.step.bucket import RULES, _rules_of
 
 ROOT = Path(__file__).resolve().parents[1]
 TESTS = """\
@@ -39,7 +43,7 @@ def session(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     spec.loader.exec_module(module)
     for name, value in {"KEPT": tmp_path / "kept", "LEASE": tmp_path / "lease", "PATIENCE": 0.2}.items():
         monkeypatch.setattr(module, name, value)
-    for name in ("SITE", "ENGINES", "VLLM", "TRITON", "TOOL"):
+    for name in ("SITE", "ENGINES", "VLLM", "TRITON", "TOOL", "COMPILED", "PACKED"):
         monkeypatch.setattr(module, name, tmp_path / "kept" / name.lower())
     return module
 
@@ -83,9 +87,9 @@ def test_no_stage_stops_the_next_and_a_later_call_goes_on(
         "| tests | failed | S | 1 passed, 1 failed, 1 skipped |",
         "| hangs | cut off | S | begun |",
         "| times | passed |",
-        "| long | not run |",
-        "| bundled | not run |",
+        "Not run: long, bundled",
         "* tests: FAILED tests/a.py::two - AssertionError",
+        "* hangs: begun",
     ):
         assert line in summary
     assert (tmp_path / "a").read_text() == (tmp_path / "b").read_text(), (
@@ -134,24 +138,29 @@ def test_what_a_stage_needs_may_come_while_others_run(
 def test_lanes_have_gpus_of_their_own_and_wait_for_what_they_need(
     session: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each of the first two ends when the other has begun; what has passed does not run again."""
+    """Each of the first two ends when the other has begun; what has passed does not run again; what nobody
+    makes is not waited for, and kept a lane from all that stood behind it."""
     built, met = tmp_path / "built", f"touch {tmp_path}/$CUDA_VISIBLE_DEVICES; until [ -e {tmp_path}"
     made = stages(
         session,
         ("one", 20, f"{met}/2 ]; do sleep 0.01; done; echo on $CUDA_VISIBLE_DEVICES", True),
         ("two", 20, f"{met}/0,1 ]; do sleep 0.01; done; taskset -cp $$", True),
         ("build", 20, f"sleep 0.3; touch {built}"),
-        ("needs", 20, f"[ -e {built} ] && echo found", True, built),
-        ("fails", 20, f"echo >> {tmp_path}/failed; false"),
-        ("for ever", 60, "echo never", True, tmp_path / "absent"),
+        ("needs", 20, f"[ -e {built} ] && echo found", True, built, False, "build"),
+        ("fails", 20, f"echo >> {tmp_path}/failed; echo because; false"),
+        ("lost", 20, "echo never", True, tmp_path / "absent", False, "fails"),
+        ("behind", 20, "echo here"),
+        ("for ever", 60, "echo never"),
     )
     monkeypatch.setattr(session, "STAGES", made[:1])
     monkeypatch.setattr(session, "LANES", made[1:])
     monkeypatch.setattr(session, "BESIDE", ("echo never",))
-    lanes = "--lanes", "one,needs,fails@0,1; two@2; build; for ever@3", "--minutes", str(37 / 60)
+    lanes = "--lanes", "one,needs,fails@0,1; two,lost,behind@2; build; for ever@3", "--minutes", str(35 / 60)
     summary = untimed(run(session, tmp_path / "out", *lanes))
-    for line in ("one | passed | S | on 0,1", "needs | passed | S | found", "fails | failed | S |"):
+    for line in ("one | passed | S | on 0,1", "needs | passed | S | found", "behind | passed | S | here"):
         assert f"| {line}" in summary
+    assert "* fails: because" in summary
+    assert f"| lost | failed | S | there is no {tmp_path}/absent, and nothing makes it |" in summary
     assert "for ever" not in summary and not (session.KEPT / "logs/beside.log").exists()
     assert re.search(r"\| two \| passed \| S \| pid .* affinity list: [\d,-]+ \|", summary)
     for path in (tmp_path / "0,1", tmp_path / "2"):
@@ -169,10 +178,18 @@ def test_our_tokens_stand_beside_vllms_of_the_same_session(session: ModuleType, 
     (logs / "peer.json").write_text(json.dumps(peer))
     line = "| 9b | none | 64 | 8.94 | 1.44 | 8.40 | 0.94 | 7,158 | 103 | 0.4% | equal |\n"
     (logs / "models.log").write_text(line + line.replace("| 64 |", "| 1 |"))
+    (logs / "two").mkdir()
+    (logs / "two/peer.json").write_text(
+        json.dumps({"9b-off": {"decode b64": {"tok_s": 10_000}, "decode b1": {"err": "x"}}})
+    )
+    (logs / "9b_ranks.log").write_text(line.replace("7,158", "14,316") + line.replace("| 64 |", "| 1 |"))
+    session.PACKED.write_text("too large to come back with the logs")
     session.write(tmp_path)
+    assert (tmp_path / session.PACKED.name).read_text() == session.PACKED.read_text()
     for name in ("summary.md", "tables.md"):
         text = (tmp_path / name).read_text()
         assert "| 9b | none | 64 | 7,158 | 7,616 | 0.94 | 1.2 |" in text and text.count("| 9b |") == 1
+        assert "| 9b, two | none | 64 | 14,316 | 10,000 | 1.43 | 1.2 |" in text
 
 
 def test_a_bundle_comes_in_two_calls(session: ModuleType) -> None:
@@ -257,13 +274,45 @@ def test_the_lanes_of_the_document_are_lanes_with_gpus_enough(session: ModuleTyp
     asked = re.findall(r'--lanes "([^"]+)"', (ROOT / "CONTRIBUTING.md").read_text())
     lanes = [lane for text in asked for lane in session.lanes_of(text)]
     wanted = {stage.name for stage in session.LANES}
-    assert len(asked) == 4 and wanted <= {stage.name for lane in lanes for stage in lane.stages}
+    assert wanted <= {stage.name for lane in lanes for stage in lane.stages}
     for lane in lanes:
         for stage in lane.stages:
             ranks = [int(num) for num in re.findall(r"--tp (\d)", stage.command)]
             ranks += [2 for word in ("gpu_ranks", "gpu_report_003") if word in stage.command and not ranks]
             num_gpus = len(lane.gpus.split(",")) if lane.gpus else 4
             assert num_gpus >= max(ranks, default=1), stage.name
+
+
+def test_a_part_that_is_interrupted_leaves_no_process_on_the_gpus(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It went on in a group of its own, beside the next stage."""
+    (tmp_path / "part.py").write_text("import time\n\ntime.sleep(60)\n")
+    begun: list[subprocess.Popen] = []
+
+    class Interrupted(subprocess.Popen):
+        def wait(self, timeout: float | None = None) -> int:
+            if not begun:
+                begun.append(self)
+                raise KeyboardInterrupt
+            return super().wait(timeout)
+
+    monkeypatch.setattr(subprocess, "Popen", Interrupted)
+    ran = runpy.run_path(str(ROOT / "scripts/gpu_ranks.py"))["ran"]
+    monkeypatch.setitem(ran.__globals__, "__file__", str(tmp_path / "part.py"))
+    asked = SimpleNamespace(tp=2, folder=tmp_path, seconds=1, sums=1, families="", cases="")
+    with pytest.raises(KeyboardInterrupt):
+        ran("sums", asked)
+    status = begun[0].poll()
+    begun[0].kill()
+    assert status == -signal.SIGKILL
+
+
+def test_every_kind_of_rules_that_has_graphs_is_asked_for() -> None:
+    """None sorted, so the stage "buckets" would have found graphs that nothing used."""
+    mixes = runpy.run_path(str(ROOT / "scripts/gpu_ranks.py"))["MIXES"]
+    firsts = [Rule(SamplingParams(**{"temperature": 0.0, **mix[0]}), 0, 17, frozenset()) for mix in mixes]
+    assert {_rules_of([SimpleNamespace(rule=rule, guide=None)]) for rule in firsts} == {*RULES}
 
 
 BENCH = """
@@ -276,7 +325,10 @@ def env_setup(v2):
 class Run:
     def __init__(self, name, rows):
         assert (name, rows) == ("35b-mtp3", os.environ["PEER_WORK"] + "/report.jsonl")
-        self.eng, self.left, self.num = self, {}, 0
+        self.eng, self.engine_core, self.left, self.num = self, self, {}, 0
+
+    def shutdown(self):
+        print("ended")
 
     def prompt(self, num):
         return [0] * num
@@ -308,8 +360,9 @@ def test_vllm_has_report_003s_load(session: ModuleType, tmp_path: Path) -> None:
     seen = os.environ | {"OUT": str(tmp_path), "STAGE_SECONDS": "60"}
     done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, cwd=ROOT, env=seen)
     assert done.returncode == 0, done.stderr
-    warm, found = done.stdout.splitlines()
-    assert "16 of 16 requests" in warm and "64 of 64 requests" in found and "tokens/s, TPOT 0.0" in found
+    warm, found, ended = done.stdout.splitlines()
+    assert "16 of 16 requests" in warm and "128 of 128 requests" in found and "tokens/s, TPOT 0.0" in found
+    assert ended == "ended"
 
 
 @pytest.mark.parametrize("op", ["mamba2", "delta"])

@@ -116,11 +116,12 @@ def early(form: Coding, num_inputs: int) -> int:
     return EARLY * SLAB if EARLY * SLAB <= slab < LONG * SLAB else 0
 
 
-def turn_of(tile: Tile, form: Coding) -> dict[str, int | bool]:
-    """Blocks of a turn of a kernel's loop, and whether warps take them side by side."""
+def turn_of(tile: Tile, form: Coding, num_inputs: int) -> dict[str, int | bool]:
+    """Blocks of a turn of a kernel's loop, and whether warps take them side by side: two, where there are no
+    more."""
     abreast = tile.abreast > 0 and form.spans == 1
     blocks = tile.abreast if abreast else max(1, tile.inner // form.block)
-    return {"BLOCKS": blocks, "ABREAST": abreast}
+    return {"BLOCKS": 2 if abreast and num_inputs <= 2 * form.block else blocks, "ABREAST": abreast}
 
 
 def _launch(
@@ -149,7 +150,7 @@ def _launch(
             tile, form.step, KIND=form.kind, SCALED=form.is_scaled, DIVIDES=form.divides, BY="", SPAN=0,
         )  # fmt: skip
         return
-    turn = turn_of(tile, form)
+    turn = turn_of(tile, form, num_inputs)
     _coded[cdiv(num_tokens, tile.tokens), cdiv(num_outputs, tile.outputs)](
         x, words, scales, zeros, factors, y if absent(bias) else bias, y if residual is None else residual,
         y if best is None else best, y, num_tokens, num_outputs, num_inputs, x.stride(0),

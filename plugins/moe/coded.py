@@ -69,12 +69,14 @@ def _multiply(
 ) -> None:
     num_inputs = x.shape[1]
     words, scales, zeros, factors, form = sections(weight, layout, num_outputs, num_inputs)
-    turn = turn_of(tile, form)
-    _coded_experts[chosen.tiles.shape[0] - 1, cdiv(num_outputs, tile.outputs)](
+    turn = turn_of(tile, form, num_inputs)
+    # where a chain has fewer steps side by side, a program has so many more chains
+    outputs = tile.outputs * tile.abreast // turn["BLOCKS"] if turn["ABREAST"] else tile.outputs
+    _coded_experts[chosen.tiles.shape[0] - 1, cdiv(num_outputs, outputs)](
         x, words, scales, zeros, factors, y, chosen.pairs, chosen.tiles, chosen.weights, num_outputs,
         num_inputs, *(part.stride(0) for part in (words, scales, zeros, factors)), x.stride(0),
         y.stride(0), **form.constants(), **turn, WHOLE=num_inputs % (turn["BLOCKS"] * form.block) == 0,
         SLOTS=chosen.weights.shape[1], IS_UP=activation != "none", DTYPE=x.dtype, TOKENS=tile.tokens,
-        OUTPUTS=tile.outputs, ACTIVATION=activation, num_warps=tile.warps, num_stages=tile.stages,
+        OUTPUTS=outputs, ACTIVATION=activation, num_warps=tile.warps, num_stages=tile.stages,
         enable_fp_fusion=False,
     )  # fmt: skip

@@ -5,6 +5,7 @@
 test_engine.py runs its cases with graphs and without; here is what only graphs can break.
 """
 
+import importlib
 import itertools
 import os
 import random
@@ -12,7 +13,18 @@ from collections.abc import Callable, Iterable
 
 import pytest
 from kit.engine_hand import EngineHand, windows
-from kit.gpu_engines import FAMILIES, MARKS, NO_REHEARSAL, NUM_DRAFTS, PAGE, SAMPLED, SIZES, START, Engines
+from kit.gpu_engines import (
+    DEMO,
+    FAMILIES,
+    MARKS,
+    NO_REHEARSAL,
+    NUM_DRAFTS,
+    PAGE,
+    SAMPLED,
+    SIZES,
+    START,
+    Engines,
+)
 from kit.proposers import Scripted
 
 from hemiola.runtime.api import SamplingParams
@@ -22,6 +34,7 @@ from hemiola.runtime.schedule.request import Request
 from hemiola.runtime.step import bucket
 from hemiola.runtime.step.bucket import Bucket
 from hemiola.runtime.step.captured import Captured
+from hemiola.runtime.step.eager import EagerSteps
 
 pytestmark = MARKS
 FAMILY = pytest.mark.parametrize("family", FAMILIES)
@@ -136,6 +149,22 @@ def test_001_a_needle_and_a_tool_call_survive_graphs_and_drafts(
         for _ in range(2):
             assert [out.token_ids for out in llm.generate(prompts, params)] == wanted
         assert llm._loop.steps.whole.num_steps > 20
+
+
+def test_report_003s_pattern_makes_steps_accept_drafts(
+    make_hand: Callable[..., EngineHand], story: Callable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A benchmark knows what steps are made of, and nothing else runs it without a GPU."""
+    monkeypatch.syspath_prepend(str(DEMO.parent / "benchmarks"))
+    report = importlib.import_module("gpu_report_003")
+    monkeypatch.setattr(report, "RATES", (1.0, 1.0))
+    for steps, name in itertools.product((Captured, EagerSteps), ("__init__", "_choice")):
+        monkeypatch.setattr(steps, name, getattr(steps, name))  # back behind this
+    report.judge_by_pattern()
+    hand = make_hand("qwen3.5-code", "mtp", cuda_graphs=True, num_drafts=2)
+    hand.submit(story("qwen3.5-code")[:17][::-1], max_tokens=91, ignore_eos=True)
+    hand.run()
+    assert hand.loop.counters.num_steps <= 33  # the prompt's and 30, each with two drafts
 
 
 @NO_REHEARSAL

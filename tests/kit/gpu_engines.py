@@ -104,6 +104,15 @@ class Engines:
         return _storms(hand, dice, self.story(family)[:200], num_turns)
 
 
+def build_served() -> None:
+    """Engines of tests/gpu/test_serving.py, where GPU_ENGINES says: its fixtures have a test's minute."""
+    engines = Engines(Path(os.environ["GPU_ENGINES"]))
+    for family in FAMILIES:
+        engines.demo(family)
+    if torch.cuda.device_count() > 1:
+        engines.demo("qwen3.5-code", tp=2)
+
+
 def in_turn(seed: int, name: str, choices: list[int]) -> int:
     """Each choice once in as many seeds, in orders of its own."""
     order = random.Random(f"{name} {seed // len(choices)}").sample(choices, len(choices))

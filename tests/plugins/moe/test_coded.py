@@ -1,11 +1,14 @@
 """Experts on CUDA with quantised weights."""
 
+from typing import Any
+
 import pytest
 import torch
 from kit.ops import rel_error
 
 pytest.importorskip("triton")
 
+from hemiola.plugins.gpu.launch import Kernel
 from hemiola.plugins.gpu.tiles import Tile, table_of
 from hemiola.plugins.gpu.words import pack_words
 from hemiola.plugins.groups import Layout, dequantised
@@ -42,15 +45,15 @@ BITS = pytest.mark.skipif(INTERPRETED, reason="numpy's products are not a GPU's"
 class Experts:
     """Quantised experts, packed, and their numbers."""
 
-    def __init__(self, layouts: tuple[Layout, Layout], activation: str) -> None:
-        shapes = ((E, 2 * I if activation == "swiglu" else I, F), (E, F, I))
+    def __init__(self, layouts: tuple[Layout, Layout], activation: str, inner: int = I) -> None:
+        shapes = ((E, 2 * inner if activation == "swiglu" else inner, F), (E, F, inner))
         groups = [make_group(layout, *shape) for layout, shape in zip(layouts, shapes, strict=True)]
         for group in groups:  # so that fp16 holds what is between
             size = dequantised(group).std() * group.shape[-1] ** 0.5
             group.tensors["factor" if "factor" in group.tensors else "scales"] /= size
         self.packed = [pack_words(group).to(DEVICE) for group in groups]
         self.numbers = [dequantised(group).to(DEVICE) for group in groups]
-        self.rest, self.activation = (I, *layouts), activation
+        self.rest, self.activation = (inner, *layouts), activation
 
     def run(self, x, ids, shares, tile: Tile | None = None) -> torch.Tensor:
         return moe(x, ids, shares, *self.packed, self.activation, *self.rest, tile=tile)
@@ -98,6 +101,25 @@ def test_every_tile_has_the_same_bits(activation: str, layouts: tuple[Layout, La
     wanted = experts.run(*given, tile=TILES[0])
     for tile in TILES:
         assert same_bits(experts.run(*given, tile=tile), wanted), tile
+
+
+@pytest.mark.parametrize("inner", [128, 256])
+def test_steps_side_by_side_are_no_more_than_there_are(inner: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a rank of two, `down` has two blocks of inputs: half of four steps multiplied nothing."""
+    experts, given, seen = Experts(LAYOUTS[0], "swiglu", inner), tokens(20), []
+    launch = Kernel._launch
+
+    def look(kernel: Kernel, grid: tuple[int, ...], *values: object, **constants: Any) -> None:
+        if kernel.entry == "_coded_experts" and not constants["IS_UP"]:
+            seen.append((constants["BLOCKS"], constants["OUTPUTS"]))
+        launch(kernel, grid, *values, **constants)
+
+    monkeypatch.setattr(Kernel, "_launch", look)
+    y = experts.run(*given, tile=TILES[0])
+    assert seen == [(2, 2 * TILES[0].outputs)] and TILES[0].abreast == 4
+    assert rel_error(y, experts.truth(*given)) < 6e-3
+    other = experts.run(*given, tile=TILES[1])
+    assert same_bits(y, other) if not INTERPRETED else rel_error(y, other) < 6e-3
 
 
 @BITS
