@@ -269,6 +269,10 @@ def test_bad_input_is_one_line_and_status_2(engine_dir: Path, tmp_path: Path, he
         (("inspect", *engine, "other"), "and 'other' were both given; drop one"),
         (("bench", *engine, "other"), "and 'other' were both given; drop one"),
         (("serve", "--engine-dir", str(tmp_path)), "has no manifest.json"),
+        (
+            ("inspect", str(ROOT / "demo/qwen3.5-code")),
+            "is a checkpoint, not an engine; run build-engine",
+        ),
         (("inspect", "--engine", "x"), "see hemiola inspect --help"),
         (("inspect", "--engine-dir", str(tmp_path)), "has no manifest.json"),
         (("explode",), "No such command 'explode'; see hemiola --help"),
