@@ -223,7 +223,7 @@ def _cache_sizes(
         limit = (", but one request of ", Name("max_len", max_len), f" needs {per_request + 1}")
         more = ("raise ", *any_of("num_pages", "cache_bytes", "memory_fraction"))
         less = (", or lower ", *any_of("max_len", "max_rows"))
-        message = (*source, *limit, " with the dump page")
+        message = (*source, *limit, ", including one for padding")
         raise Refused("exhausted", given_by, num_pages, message=message, way_out=(*more, *less))
     return max_rows + 1 + num_snapshots, num_pages
 

@@ -36,7 +36,7 @@ class ServeConfig(Strict):
         "auto", description="maximum of tokens in one step; auto: as the engine was built"
     )
     num_pages: int | Auto = Field(
-        default="auto", description="pages of keys and values, including the dump page"
+        default="auto", description="pages of keys and values, including one for padding"
     )
     cache_bytes: int | Auto = Field(
         "auto", description="bytes for pages and slots; auto: see memory_fraction"

@@ -157,6 +157,9 @@ def find(engine_dir: Path) -> Path:
     if not path.exists():
         message = f"{engine_dir} has no {FILE}"
         way_out = f"make one with build-engine CHECKPOINT --engine-dir {engine_dir}"
+        if (engine_dir / "config.json").exists():
+            message = f"{engine_dir} is a checkpoint, not an engine"
+            way_out = f"run build-engine {engine_dir} --engine-dir DIR, and pass DIR"
         raise Refused("not_found", "engine_dir", message=message, way_out=way_out)
     return path
 

@@ -117,7 +117,7 @@ def main() -> None:
     engines = {name: engine(name) for name in PROMPTS}
     start = time.perf_counter()
     say(f"starting tritonserver with {', '.join(engines)}")
-    with Server(engines, show=partial(show, True, say, sys.stdout)) as server:
+    with Server(engines, start_timeout_s=900, show=partial(show, True, say, sys.stdout)) as server:
         ready = time.perf_counter() - start
         say(f"tritonserver serves them at {server.grpc_url} after {ready:.1f} s")
         for name, prompt in PROMPTS.items():

@@ -50,9 +50,9 @@ def run_command(command: Callable[[], object]) -> None:
         if type(error).__name__ == "NoArgsIsHelpError":  # a bare command; click's status
             print(error.format_message(), file=sys.stderr)
             sys.exit(2)
-        path = error.ctx.command_path if error.ctx else "hemiola"
+        path = f"{error.ctx.command_path} " if error.ctx else ""  # none if an option has no value
         message = one_line(error.format_message()).rstrip(".")
-        _end(f"{message}; see {path} --help", 2)
+        _end(f"{message}; see {path}--help", 2)
     except BrokenPipeError:
         _forget_output()
         sys.exit(1)  # as typer and rich do

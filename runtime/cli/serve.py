@@ -52,7 +52,9 @@ def serve(
     ] = None,
     model_name: Annotated[
         list[str] | None,
-        typer.Option(help="model name of an engine, in the order of the engines (default: hemiola)"),
+        typer.Option(
+            help="model name of an engine; repeat it in the order of the engines (default: hemiola)"
+        ),
     ] = None,
     tritonserver: Annotated[
         Path | None, typer.Option(help="tritonserver's binary (default: that of nvidia-pytriton)")

@@ -28,15 +28,15 @@ class WorkerOptions(Strict):
     )
     disaggregation_mode: Literal["agg", "prefill", "decode"] = Field(
         default="agg",
-        description="prefill: compute prompts; decode: fetch them from there, and answer; both need"
-        " host_cache_bytes, and a component of their own; agg: do all",
+        description="prefill: compute prompts; decode: fetch computed prompts and answer; agg: do both."
+        " prefill and decode need --host-cache-bytes, and a --component of their own",
     )
     peer_host: str = Field(
         default="127.0.0.1",
         min_length=1,
         description="address of this machine from which decode workers fetch; prefill only",
     )
-    peer_port: int = Field(default=0, ge=0, le=65535, description="and its port; 0: any that is free")
+    peer_port: int = Field(default=0, ge=0, le=65535, description="port of --peer-host; 0: any free port")
     tool_call_parser: str | None = Field(
         default=None, description="the frontend's parser of tool calls, by Dynamo's name"
     )
@@ -52,5 +52,5 @@ class WorkerOptions(Strict):
         description="smallest priority number that callers may send; Dynamo's are the negatives of ours",
     )
     hang_timeout: float = Field(
-        default=60, ge=1, description="seconds in which the engine does not move, after which it is lost"
+        default=60, ge=1, description="seconds without progress after which the engine counts as lost"
     )

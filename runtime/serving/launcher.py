@@ -218,7 +218,8 @@ class Server:
                     f"tritonserver was not ready after {self._start_timeout_s:g} s (--start-timeout):"
                     f" {self._log.reason()}"
                 )
-                raise Refused("failed", message=message)
+                way_out = "raise it, or start again: kernels that are compiled by then are kept"
+                raise Refused("failed", message=message, way_out=way_out)
             if not all(path.exists() for path in self._beats()):
                 loaded = now
             if now - loaded > OPEN_S:

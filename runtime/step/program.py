@@ -4,14 +4,35 @@ A decode step on a GPU, for example:
 1. The host packs the plan, one line for a row (plugins/step/plan.py), and copies it to the device together
    with the entries of the page table that changed (captured.py, `launch`).
 2. It replays a CUDA graph: `Program.step`, captured when the engine was opened, for the smallest bucket of
-   sizes (bucket.py) that holds the plan. `change` updates the page table. `fill` makes the trunk's inputs
-   from the plan and the ledger, which holds every slot's tokens and lengths. The trunk computes logits.
-   `choose` takes a token for each line of logits. `accept` compares the drafts with these tokens and moves
-   the lengths on. `look_up` or the drafting head proposes the drafts of the next step. `tell` writes what
-   the host will read.
+   sizes (bucket.py) that holds the plan. The graph launches, in this order, what the table below lists.
 3. One copy brings `answers` back. The host reads them pipeline_depth steps later (output.py).
 
-captured.py runs steps so. recorded.py writes the same program down as one call into compiled code (CPU), and
+The ops stand in plugins/step. They read the plan, which says what each row owns (tokens, lines of logits,
+pairs, drafts), and the ledger, which has every slot's token ids and lengths; `keep` reads only the ledger,
+`change` and `mark` neither. trunk, choose and head are the engine's programs and the chooser (choice.py).
+
+op           also reads                        writes
+change       changes                           the page table
+fill         the page table                    the trunk's inputs: each row's uncommitted tokens and drafts
+trunk        Batch                             logits of each line (or the best token), hidden states
+choose       logits                            a token for each line
+accept       the chosen tokens                 ledger: the drafts that equal them and the token behind become
+                                               text, lengths grow; answers: the chosen tokens, how many drafts
+                                               were judged and accepted
+look_up      -                                 ledger: drafts from earlier text (drafts = "ngram")
+first_pairs  hidden states, the ring           the head's inputs (drafts = "mtp"); ledger: number of drafts
+keep         hidden states                     the ring: hidden states of each slot's last tokens
+head         Pairs                             logits, hidden states
+write        the head's choice                 ledger: one draft of each row
+next_pairs   -                                 the head's inputs for the next draft, one pair for each row
+tell         -                                 answers: the number of drafts for the next step, and their ids
+mark         the clock                         marks: when the device came to a place
+
+head, write and next_pairs repeat for each draft. A pair is a token and the hidden state of the token before
+it: what a drafting head reads. It needs pairs of all tokens, as attention needs all keys; pairs that earlier
+steps left out (they are owed) come with this step's, their hidden states from the ring.
+
+captured.py runs steps so. recorded.py records the same program as one call into compiled code (CPU), and
 eager.py runs it op by op, at any size and with any rules. So an operand is a tensor here, or a view of a
 recording, and a size is a number, or a name for a number that each call brings.
 """
@@ -25,16 +46,17 @@ from hemiola.runtime.device.head import Best
 from hemiola.runtime.device.session import Computed
 
 Operand = Any  # torch.Tensor, or a view of a recording
-MARKS = 4  # nanoseconds: begin, behind the trunk, behind the choice, end
+MARKS = 4  # times in nanoseconds: begin, after the trunk, after accept, end
 
 
 class StepState(NamedTuple):
     """What lies on the device from step to step."""
 
     table: Operand  # [S, P] pages of each slot
-    lengths: Operand  # [4, S] (plugins/step/plan.py)
-    ids: Operand  # [S, W]
-    ring: Operand  # [S, R, F] hidden states of the slots' last tokens, for a drafting head
+    # the ledger
+    lengths: Operand  # [4, S] tokens: of the text, committed, up to the state's edge; drafts behind the text
+    ids: Operand  # [S, W] the text, then drafts
+    ring: Operand  # [S, R, F] hidden states of each slot's last tokens, for a drafting head
 
 
 class Batch(NamedTuple):
@@ -90,15 +112,17 @@ class Feed(NamedTuple):
     plan: Operand  # [N + 1, 10] (plugins/step/plan.py)
     changes: Operand | None  # [E, 2] of the page table
     marks: Operand  # [MARKS]
-    answers: Operand  # [N, width + 4 + told_drafts]: tokens, four numbers (plugins/step/plan.py), drafts
+    # [N, width + 4 + told_drafts]: chosen tokens; drafts accepted, drafts judged, whether logits were broken,
+    # drafts of the next step; their ids
+    answers: Operand
     # sizes, padding included
     tokens: Any  # T
     lines: Any  # L, of logits
-    pairs: Any  # tokens that the head reads, each with the hidden state before it; 0: it reads nothing
+    pairs: Any  # that the head reads; 0: it reads nothing
     drafting: Any  # D, rows that the head drafts for
     width: Any  # most lines of a row
-    passes: int  # drafts that a row gets at most
-    told_drafts: int  # ids of drafts in the answers
+    passes: int  # drafts that a row gets at most; 0: the head reads its pairs and drafts nothing
+    told_drafts: int  # ids of drafts in the answers; 0 where the host does not need them
     choice: Chooser
 
 
@@ -126,9 +150,9 @@ class Program:
         self._table, *self._ledger, self._ring = state
 
     def step(self, feed: Feed, forward: "Callable[..., Forward] | None" = None) -> None:
-        """All of it. It writes answers, times and the ledger, and returns nothing.
+        """All of it. It writes answers, times and what lies on the device, and returns nothing.
 
-        forward: runs in place of this program's own (prompts.py).
+        forward: runs instead of `self.forward`, for a prompt whose forward is a graph (prompts.py).
         """
         drafting = self.begin(feed, forward)
         if drafting is not None:
@@ -163,7 +187,7 @@ class Program:
     def _draft_first(self, feed: Feed, batch: Batch, hidden: Operand) -> Drafting | None:
         """The head reads the step's pairs. Its output for the last pair of a row is the row's first draft.
 
-        `keep` saves hidden states for later steps, behind `first_pairs`, which reads what it overwrites.
+        `keep` comes after `first_pairs`, because it overwrites states of the ring that `first_pairs` reads.
         """
         kept = batch.rows, self._ledger[0], hidden, self._ring
         if isinstance(feed.pairs, int) and feed.pairs == 0:

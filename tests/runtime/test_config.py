@@ -110,8 +110,9 @@ def test_sizes_that_cannot_be_are_refused(options: dict, code: str, field: str) 
         ),
         (
             {"cache_bytes": 10},
-            "the cache may take 10 bytes, room for 0 pages, but one request of max_len=100 needs 5 with the"
-            " dump page; raise num_pages, cache_bytes or memory_fraction, or lower max_len or max_rows",
+            "the cache may take 10 bytes, room for 0 pages, but one request of max_len=100 needs 5,"
+            " including one for padding; raise num_pages, cache_bytes or memory_fraction, or lower max_len"
+            " or max_rows",
         ),
     ],
 )

@@ -261,6 +261,7 @@ def test_bad_input_is_one_line_and_status_2(engine_dir: Path, tmp_path: Path, he
             "--cache-bytes is -1; give more",
         ),
         (("serve", "--beam"), "see hemiola serve --help"),
+        (("chat", "--system"), "requires an argument; see --help"),
         ((generate, "--prompt", "x"), "no engine is given; pass its folder as the first argument"),
         ((generate, str(engine_dir), "x", "--prompt", "y"), "give one of PROMPT, --prompt TEXT"),
         ((generate, *engine, "x", "y"), "give one of PROMPT, --prompt TEXT"),
@@ -269,6 +270,10 @@ def test_bad_input_is_one_line_and_status_2(engine_dir: Path, tmp_path: Path, he
         (("inspect", *engine, "other"), "and 'other' were both given; drop one"),
         (("bench", *engine, "other"), "and 'other' were both given; drop one"),
         (("serve", "--engine-dir", str(tmp_path)), "has no manifest.json"),
+        (
+            ("inspect", str(ROOT / "demo/qwen3.5-code")),
+            "is a checkpoint, not an engine; run build-engine",
+        ),
         (("inspect", "--engine", "x"), "see hemiola inspect --help"),
         (("inspect", "--engine-dir", str(tmp_path)), "has no manifest.json"),
         (("explode",), "No such command 'explode'; see hemiola --help"),

@@ -313,6 +313,17 @@ def test_models_whose_names_differ_behind_a_dot_alone_write_each_its_own_heartbe
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_start_that_took_too_long_named_no_way_out(family: subprocess.Popen[str]) -> None:
+    server = serving(family, "m")
+    server._start_timeout_s, server._guard = 0, SimpleNamespace(reason="", close=lambda: None)
+    server._log = SimpleNamespace(reason=lambda: "compiling kernels")
+    with pytest.raises(
+        Refused, match=r"after 0 s \(--start-timeout\): compiling kernels; raise it, or start again"
+    ):
+        server._await_ready(lambda *_, **__: None)
+    server.kill()
+
+
 @pytest.mark.parametrize("num_stuck", [1, 2, 3])
 def test_a_server_that_loads_and_never_opens_is_waited_for_until_the_start_timeout(
     monkeypatch: pytest.MonkeyPatch, family: subprocess.Popen[str], num_stuck: int
