@@ -122,4 +122,4 @@ def until(done: Callable[[], object], seconds: float = 300) -> None:
     end = time.monotonic() + seconds
     while not done():
         assert time.monotonic() < end, "it did not happen"
-        time.sleep(0.01)
+        time.sleep(0.03)  # what is asked may cost 10 ms itself

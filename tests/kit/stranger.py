@@ -4,6 +4,7 @@ import hashlib
 import json
 import shutil
 from collections.abc import Callable, Iterator
+from copy import copy
 from pathlib import Path
 from typing import Any
 
@@ -89,10 +90,10 @@ def places(value: Any, path: Path_ = ()) -> Iterator[Path_]:
 
 
 def put(value: Any, path: Path_, new: Any) -> Any:
-    copied = json.loads(json.dumps(value))
-    at = copied
+    """A copy with that in this place; all else is shared."""
+    copied = at = copy(value)
     for step in path[:-1]:
-        at = at[step]
+        at[step] = at = copy(at[step])
     at[path[-1]] = new
     return copied
 

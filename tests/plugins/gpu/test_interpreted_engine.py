@@ -78,9 +78,8 @@ def test_logits_of_quantised_weights_are_those_of_the_same_numbers(
     """Up to the interpreter's sums, which are those of tiles."""
     copies = quantised.quantise(tiny_checkpoint(family), tmp_path, quantised.RECIPES[recipe])
     ours, theirs = Trunk(copies.quantised), Trunk(copies.twin)
-    for part in ([5, 9, 2], [7]):
-        found, wanted = ours.step(part), theirs.step(part)
-        assert (found - wanted).abs().max() < 2e-5 < wanted.abs().max()
+    found, wanted = ours.step([5, 9, 2, 7]), theirs.step([5, 9, 2, 7])
+    assert (found - wanted).abs().max() < 2e-5 < wanted.abs().max()
 
 
 @pytest.mark.parametrize("by, family", [("static", "qwen3_5_moe_experts")])

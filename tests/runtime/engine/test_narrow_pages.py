@@ -38,7 +38,7 @@ ROWS: list[tuple[Callable[..., object], dict[str, object]]] = [
 ]
 
 
-def name_of(weights: str, kv: str, row: Callable[..., None], given: dict[str, object]) -> str:
+def name_of(weights: str, kv: str, row: Callable[..., object], given: dict[str, object]) -> str:
     return "-".join(filter(None, (weights, kv, row.__name__, *map(str, given.values()))))
 
 
@@ -93,7 +93,7 @@ def wanted(
 
 @pytest.mark.parametrize(("narrow", "row", "given"), NARROW, indirect=["narrow"])
 def test_a_row_of_the_matrix(
-    request: pytest.FixtureRequest, narrow: object, row: Callable[..., None], given: dict[str, object]
+    request: pytest.FixtureRequest, narrow: object, row: Callable[..., object], given: dict[str, object]
 ) -> None:
     others = inspect.signature(row).parameters.keys() - given.keys()
     row(**given, **{name: request.getfixturevalue(name) for name in others})
