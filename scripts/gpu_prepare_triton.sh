@@ -25,7 +25,7 @@ python3 -m pip install -q --no-deps --no-compile --only-binary=:all: --python-ve
 tar c -C / --exclude={__pycache__,site-packages,test,idlelib,tkinter,turtledemo,pydoc_data,ensurepip,lib2to3,'config-3.12*','_test*','_codecs_*'} \
     "${prefix#/}"/{lib/python3.12,lib/libpython3.12.so.1.0,bin/python3.12} | tar x -C "$root"
 
-# A call carries 64 MiB, the tree's 31 included.
+# A call carries 64 MiB, the tree included.
 find "$site" -name tests -type d -prune -exec rm -r {} +
 rm -r "$site"/pytriton/tritonserver/python_backend_stubs/3.{8,9,10,11,13} "$site"/nvidia_pytriton.libs/libpython3*
 data=$(basename "$site"/nvidia_pytriton.libs/libicudata*)  # 29 MB of alphabets, for XML that nobody reads
@@ -36,3 +36,5 @@ find "$root" \( -name '*.so' -o -name '*.so.*' -o -name tritonserver -type f -o 
 rm -rf .lease/triton && mkdir -p .lease/triton
 tar c -C "$root" --owner=0 --group=0 . | xz --x86 --lzma2=preset=9e,dict=64MiB > .lease/triton/triton.tar.xz
 du -m .lease/triton
+carried=$({ git ls-files -z; printf '.lease/triton/triton.tar.xz\0'; } | xargs -0 stat -c %s | awk '{ all += $1 } END { print all }')
+[ "$carried" -le $((64 * 2**20)) ] || { echo "with the tree $carried bytes are carried, more than 64 MiB" >&2; exit 1; }

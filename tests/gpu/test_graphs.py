@@ -161,10 +161,11 @@ def test_report_003s_pattern_makes_steps_accept_drafts(
     for steps, name in itertools.product((Captured, EagerSteps), ("__init__", "_choice")):
         monkeypatch.setattr(steps, name, getattr(steps, name))  # back behind this
     report.judge_by_pattern()
-    hand = make_hand("qwen3.5-code", "mtp", cuda_graphs=True, num_drafts=2)
-    hand.submit(story("qwen3.5-code")[:17][::-1], max_tokens=91, ignore_eos=True)
+    wrong = Scripted(lambda request, room: [9] * room)
+    hand = make_hand("qwen3.5-code", "scripted", proposer=wrong, cuda_graphs=True)
+    hand.submit(story("qwen3.5-code")[:17], max_tokens=81, ignore_eos=True)
     hand.run()
-    assert hand.loop.counters.num_steps <= 33  # the prompt's and 30, each with two drafts
+    assert hand.loop.counters.num_steps <= 24  # the prompt's, and 20 of four tokens
 
 
 @NO_REHEARSAL
