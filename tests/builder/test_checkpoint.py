@@ -79,10 +79,11 @@ def test_joined_tensors_take_the_smallest_dtype_that_holds_all() -> None:
 
 
 def test_leftovers_are_named(tmp_path: Path) -> None:
-    tensors = {f"t{i}": torch.zeros(1) for i in range(7)} | {"model.visual.x": torch.zeros(1)}
+    names = [*(f"t{i}" for i in range(7)), "model.visual.x", "x.model.visual.x"]
+    tensors = {name: torch.zeros(1) for name in names}
     checkpoint = Checkpoint(folder_with(tmp_path, tensors, architectures=["SomeModel"]))
     checkpoint.tensor("t0", 1)
-    with pytest.raises(Refused, match=r"does not know: t1, t2, t3, t4 and 2 more"):
+    with pytest.raises(Refused, match=r"does not know: t1, t2, t3, t4 and 3 more"):
         checkpoint.refuse_leftovers(r"model\.visual\.")
 
 
