@@ -79,10 +79,11 @@ def test_joined_tensors_take_the_smallest_dtype_that_holds_all() -> None:
 
 
 def test_leftovers_are_named(tmp_path: Path) -> None:
-    tensors = {f"t{i}": torch.zeros(1) for i in range(7)} | {"model.visual.x": torch.zeros(1)}
+    names = [*(f"t{i}" for i in range(7)), "model.visual.x", "x.model.visual.x"]
+    tensors = {name: torch.zeros(1) for name in names}
     checkpoint = Checkpoint(folder_with(tmp_path, tensors, architectures=["SomeModel"]))
     checkpoint.tensor("t0", 1)
-    with pytest.raises(Refused, match=r"does not know: t1, t2, t3, t4 and 2 more"):
+    with pytest.raises(Refused, match=r"does not know: t1, t2, t3, t4 and 3 more"):
         checkpoint.refuse_leftovers(r"model\.visual\.")
 
 
@@ -283,3 +284,12 @@ def test_code_that_a_config_names_is_not_run_and_that_is_said(
     build(checkpoint, tmp_path / "engine", OPTIONS)
     assert "names code of its own (auto_map); it is not run" in capsys.readouterr().err
     assert not (tmp_path / "made").exists()
+
+
+def test_a_file_that_is_cut_before_it_is_read_gives_what_was_in_memory(tmp_path: Path) -> None:
+    lazy = Checkpoint(folder_with(tmp_path / "cut", {"w": torch.ones(8, 4)})).tensor("w", 8, 4)
+    path = tmp_path / "cut" / "model.safetensors"
+    os.truncate(path, path.stat().st_size - 4)
+    assert lazy.read(0, 7).eq(1).all()
+    with pytest.raises(Refused, match=r"cannot read w \(the file ends before it\)"):
+        lazy.read()
