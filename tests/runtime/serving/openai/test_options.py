@@ -17,7 +17,7 @@ GIVEN = {
     ChatRequest: {"model": "tiny", "messages": [{"role": "user", "content": "hi"}]},
     CompletionRequest: {"model": "tiny", "prompt": "x"},
 }
-LABELS = {  # taken, and change nothing: with what is refused
+LABELS = {  # accepted and ignored: with what is refused
     "user": 5,
     "metadata": {"a": 1},
     "store": True,
@@ -53,7 +53,7 @@ def test_an_option_that_is_not_served_is_refused_by_name(
 
 def test_what_changes_nothing_is_in_the_manual_and_checked(client: OpenAI, triton: ScriptedTriton) -> None:
     manual = (ROOT / "docs/openai.md").read_text()
-    rows = [line for line in manual.splitlines() if line.endswith("| taken, and change nothing |")]
+    rows = [line for line in manual.splitlines() if line.endswith("| accepted and ignored |")]
     row = rows[0]  # of options; the other one is of a message's keys
     for name, bad in LABELS.items():
         assert f"`{name}`" in row
