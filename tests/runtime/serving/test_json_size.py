@@ -46,7 +46,9 @@ def test_a_text_of_many_small_things_is_read(text: str, refused: str) -> None:
 def test_as_many_brackets_as_tritonserver_gets_are_refused() -> None:
     most = b'["{[' + b"{" * 9 + b'"' + b",[" * (MAX_BRACKETS - 1)
     check_brackets("the body", most)
-    assert "1025 lists and objects, the limit is 1024" in str(refused(lambda: check_brackets("the body", most + b"{")))
+    assert "1025 lists and objects, the limit is 1024" in str(
+        refused(lambda: check_brackets("the body", most + b"{"))
+    )
 
 
 def test_both_doors_ask_first() -> None:
