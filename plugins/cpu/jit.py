@@ -4,7 +4,6 @@ import fcntl
 import inspect
 import logging
 import os
-import pickle
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -13,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import numba
+from numba.core.errors import NumbaError
 
 from hemiola.plugins.cpu.cache import Locator, cache_dir, config, is_kept
 
@@ -114,7 +114,9 @@ def _unless_damaged(compile_: Callable[[], Any], folder: Path) -> Any:
     """Else again, from nothing."""
     try:
         return compile_()
-    except (pickle.UnpicklingError, EOFError, ValueError, RuntimeError, LookupError) as error:
+    except (OSError, NumbaError):
+        raise
+    except Exception as error:  # a pickle with one other bit may raise any
         log.warning("compiled kernels in %s are damaged (%s): they are made again", folder, error)
         for file in [file for file in folder.rglob("*.nb[ci]") if file.is_file()]:
             file.unlink(missing_ok=True)

@@ -386,8 +386,17 @@ def test_a_home_that_cannot_be_written_costs_a_folder(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("ending", ["nbc", "nbi"])
+@pytest.mark.parametrize(
+    "damage",
+    [lambda old: old[:60], lambda old: old.replace(b"numba.core", b"numba.cose")],
+    ids=["cut", "one bit"],
+)
 def test_damaged_files_of_the_cache_are_made_again(
-    ending: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    ending: str,
+    damage: Callable[[bytes], bytes],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     monkeypatch.setattr(jit, "_CACHE_DIR", tmp_path)
     signature = numba.types.void(*[numba.types.int64] * 4)
@@ -397,6 +406,6 @@ def test_damaged_files_of_the_cache_are_made_again(
 
     assert (compiled(), compiled()) == (0, 1)
     for file in tmp_path.rglob(f"*.{ending}"):
-        file.write_bytes(file.read_bytes()[:60])
+        file.write_bytes(damage(file.read_bytes()))
     assert (compiled(), compiled()) == (0, 1)
     assert "damaged" in said(caplog)[0]

@@ -169,3 +169,8 @@ def test_what_tritonserver_says_itself_is_a_lost_server_and_ours_is_internal() -
 @pytest.mark.parametrize("kind", ["INVALID_ARG", "OVERLOADED", "UNAVAILABLE"])
 def test_an_answer_of_another_version_is_still_an_error_of_its_kind(kind: str, content: str) -> None:
     assert kind_of(error_from(f"[{kind}] {content}")) == kind
+
+
+def test_a_code_of_another_version_is_taken_as_it_is() -> None:
+    made = error_from('[INVALID_ARG] {"code": "newer", "field": "n", "said": ["n is 5"]}')
+    assert isinstance(made, Refused) and (made.code, made.field, str(made)) == ("other", "n", "n is 5")

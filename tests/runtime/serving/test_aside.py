@@ -120,9 +120,10 @@ def test_what_it_knows_is_pickled_while_somebody_waits() -> None:
             pickled.append(True)
             return int, (5,)
 
-    aside = Aside({"a tokenizer": Tokenizer()})
+    tokenizer = Tokenizer()
+    aside = Aside({"a tokenizer": tokenizer})
     assert pickled == [True]
-    assert aside.run(eval, PID) and aside.run(eval, PID) and pickled == [True]
+    assert aside.run(eval, b"given", {"given": tokenizer}) is tokenizer and pickled == [True]
     aside.close()
 
 

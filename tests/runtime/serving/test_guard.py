@@ -541,6 +541,8 @@ def test_a_probe_behind_the_word_to_refuse_is_answered_by_tritonserver(
         answer = probe.recv(2**16)
         assert answer.startswith(b"HTTP/1.1 503 ") and (reason or ending.REASON).encode() in answer
     assert not upstream.asked
+    guard.close()
+    assert guard.reason == reason, "or streams that are cut say another"
 
 
 class Held(bytes):

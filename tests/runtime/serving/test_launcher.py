@@ -288,6 +288,8 @@ def test_an_engine_that_raised_is_not_cut_off_while_it_tells_its_callers(
     server = serving(family, "m")
     server.ports = choose_ports(server.host, ANY_PORTS)
     beat = server._home.beats / "m"
+    heartbeat.write(beat, heartbeat.now(0, 0, 2, ""))
+    server._hear_out()  # one that is dead or hangs tells them nothing
     heartbeat.write(beat, heartbeat.now(0, 0, 2, "fire"))
     with ThreadPoolExecutor(1) as threads:
         reason = threads.submit(server.wait)

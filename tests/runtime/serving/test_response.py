@@ -31,3 +31,10 @@ def test_a_long_answers_logprobs_are_encoded_in_one_call(
     found: dict[str, np.ndarray] = {tensor.name: tensor.values for tensor in out}
     assert found["logprobs"][0].decode() == json.dumps([logprob._asdict() for logprob in logprobs])
     assert sum(calls) == num_tokens and max(calls) <= 64
+
+
+def test_a_stream_repeats_its_prompt_with_each_piece() -> None:
+    flags = FLAGS | {"exclude_input_in_output": False}
+    stream = Stream("x", None, Ask("def ", None, flags, 1, 0.0, SimpleNamespace()), 0.0)  # pyright: ignore
+    said = [response.tensors(stream, [[Piece(text, [1])]], over=False)[0] for text in "fg"]
+    assert [tensor.values.tolist() for tensor in said] == [[b"def f"], [b"g"]]

@@ -1,12 +1,14 @@
 """Who reaches which door of a `hemiola serve`, and what ends when it is told to end."""
 
 from contextlib import nullcontext
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 from hemiola.runtime.cli import serve
 from hemiola.runtime.cli.serve import API_KEY, FrontPlan, doors, grpc_host, triton_host
+from hemiola.runtime.serving.openai.model import read_model
 from hemiola.runtime.serving.options import OpenaiOptions, ServerOptions
 from hemiola.runtime.serving.ports import Ports
 
@@ -121,3 +123,7 @@ def test_the_doors_drain_one_after_the_other_or_are_left_open(
     with pytest.raises(drains) if drains else nullcontext():
         serve._serve(Server(), FrontPlan(OpenaiOptions(), {}, 30), 0)
     assert happened == expected
+
+
+def test_a_door_reads_prompts_that_are_too_long_for_its_server(engine_dir: Path) -> None:
+    assert read_model("m", engine_dir, 77).max_len == 77 < read_model("m", engine_dir).max_len

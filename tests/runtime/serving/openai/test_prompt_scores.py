@@ -8,6 +8,7 @@ from kit.scripted_triton import ScriptedTriton
 from openai import OpenAI
 
 from hemiola.runtime.api import Logprob, Metrics, Piece, PromptLogprobs
+from hemiola.runtime.serving.openai.events import num_named
 
 USER: Any = [{"role": "user", "content": "hello"}]
 METRICS = Metrics(num_prompt_tokens=3, arrival=0.0)
@@ -117,3 +118,8 @@ def test_what_cannot_be_had_is_refused(client: OpenAI, options: dict, said: str)
 def test_responses_do_not_take_them(client: OpenAI) -> None:
     with pytest.raises(openai.BadRequestError, match="unknown option 'prompt_logprobs'"):
         client.responses.create(model="tiny", input="x", extra_body={"prompt_logprobs": 1})
+
+
+def test_scores_of_a_prompt_are_written_by_the_event_loop() -> None:
+    """A thread does it from so many tokens on as the events name, the best of each place among them."""
+    assert num_named(script([5, 6, 9])[0]) == 1 + 2 * (1 + 2)
