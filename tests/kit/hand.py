@@ -127,6 +127,9 @@ class Hand:
         """What a step does with the rows of a plan."""
         for row, known in zip(plan.rows, live_rows(rows, self.loop.config.chunk_len), strict=True):
             self.final_len[row.request.id] = known.end - known.num_drafts
+            is_exact = self.loop.config.pipeline_depth == 0  # else the host learns later where a state stands
+            if is_exact and row.snapshot_slot:
+                assert row.snapshot_edge > known.edge, "a slot is taken for an edge that was passed"
             if known.snapshot_slot:
                 self._stored[row.request.id] = known.snapshot_edge
 
