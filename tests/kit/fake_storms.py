@@ -369,6 +369,8 @@ class Storm:
             assert hand.requests[request_id - 1].finish_reason == "cancelled" and num_ends == 0
             return
         assert num_ends == 1
+        first_hit = hand.first_hits.get(hand.requests[request_id - 1].chain, 0)
+        assert last.metrics.cached_tokens == first_hit, "told of what it found when it began again"
         self.reached[last.finish_reason] += 1
         if last.finish_reason == "cancelled":
             assert request_id in self.aborted

@@ -62,6 +62,7 @@ class Hand:
         self.pieces: dict[int, list[Piece]] = {}
         self.final_len: dict[int, int] = {}  # by request: tokens whose state its last step made final
         self._stored: dict[int, int] = {}  # and the last edge at which a step kept a snapshot of it
+        self.first_hits: dict[Chain, int] = {}  # where requests began when they first got a slot
         self.router: RouterIndex | None = None  # hears of the cache's changes
         self._looks: dict[int, tuple[Plan, list[Callable[[], None]]]] = {}  # by id of a plan under way
         if (disk := loop.scheduler.prefix.disk) is not None:
@@ -88,6 +89,8 @@ class Hand:
                 assert depth >= expected, "the router knows of less than there is"
             start = admit(chain, known_len, spare_pages, may_hit)
             assert start is None or start.hit_len == expected, f"began at {start.hit_len}, not at {expected}"
+            if start is not None:
+                self.first_hits.setdefault(chain, start.hit_len)
             return start
 
         prefix.admit = admit_and_check
@@ -124,6 +127,9 @@ class Hand:
         """What a step does with the rows of a plan."""
         for row, known in zip(plan.rows, live_rows(rows, self.loop.config.chunk_len), strict=True):
             self.final_len[row.request.id] = known.end - known.num_drafts
+            is_exact = self.loop.config.pipeline_depth == 0  # else the host learns later where a state stands
+            if is_exact and row.snapshot_slot:
+                assert row.snapshot_edge > known.edge, "a slot is taken for an edge that was passed"
             if known.snapshot_slot:
                 self._stored[row.request.id] = known.snapshot_edge
 

@@ -69,6 +69,19 @@ def test_preemption_changes_no_token(make_hand: Callable, num_pages: int) -> Non
     assert hand.last(ids[0]).metrics.num_preemptions == 0, "the oldest gives way to nobody"
 
 
+def test_a_preempted_request_loses_a_state_that_stands_at_a_pages_edge(make_hand: Callable) -> None:
+    """No slot is left for snapshots: its own becomes one."""
+    hand = make_hand(prefix_cache=True, max_rows=1, num_slots=2)
+    hand.submit(prompt(3), max_tokens=40)
+    (request,) = hand.requests
+    while request.committed_len < 16:
+        hand.turn()
+    hand.preempt(request)
+    hand.run()
+    assert hand.token_ids(request.id) == oracle(prompt(3), 40)
+    assert request.hit_len == 16 and request.metrics.num_preemptions == 1
+
+
 def test_an_idle_plan_is_empty(make_hand: Callable) -> None:
     assert make_hand().loop.scheduler.plan() == Plan()
 
