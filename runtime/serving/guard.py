@@ -76,8 +76,7 @@ class Guard(Door):
         ]
         self._is_open()
         await self._refusing.wait()
-        for server in servers:
-            server.close()
+        await self._stop_listening(*servers)
         await self._ending.wait()
         for task in self._reading:
             task.cancel()

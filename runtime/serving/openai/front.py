@@ -98,7 +98,7 @@ class Front(Door):
             )
             self._is_open()
             await self._refusing.wait()
-            listening.close()
+            await self._stop_listening(listening)
             await self._drain(app)
             wire.end(self.reason or f"the server ends, and {LATE.format(self._exit_timeout_s)}")
         finally:

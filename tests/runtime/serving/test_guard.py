@@ -2,9 +2,11 @@
 
 import asyncio
 import contextlib
+import gc
 import json
 import socket
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -263,6 +265,20 @@ def test_a_first_line_that_is_no_http_gets_no_answer(
     assert bool(upstream.asked) == (status == 200)
     if status != 200:
         assert "\n" not in json.loads(found.partition(b"\r\n\r\n")[2])["error"]
+
+
+def test_a_connection_that_is_taken_while_the_door_ends_is_never_closed(guard: Guard) -> None:
+    """Nobody knew of it, and its socket went with the next garbage collection: minutes later."""
+    gc.disable()
+    try:
+        guard._loop.call_soon_threadsafe(time.sleep, 0.3)  # meanwhile the kernel has connections for us
+        callers = [socket.create_connection(("127.0.0.1", guard.ports["http"]), timeout=10) for _ in range(8)]
+        guard.close("tritonserver burns")
+        for caller in callers:
+            with caller, contextlib.suppress(ConnectionResetError):
+                assert caller.recv(1) == b""
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize("begun", [GET + b"\n", GET + b"\nX: y\r\n\r\n", GET + b"\r\nX: y\n", b"\n" + GET])
