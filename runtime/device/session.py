@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     Record = Callable[[Recorder, Mapping[str, View]], list[View]]
 
 
-TRIED = 64
+TRIED = 64  # tokens, rows and lines of the step by which two programs are compared
 OTHER_BYTES = 2**20  # that one program may take for itself
 
 
