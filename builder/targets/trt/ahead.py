@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib import import_module
 from math import prod
+from threading import Lock
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -20,6 +21,7 @@ from hemiola.plugins.gpu.device import Gpu, built_for
 from hemiola.plugins.gpu.launch import Block, Kernel, Values, launches
 from hemiola.plugins.sizes import Number
 
+_PLANNING = Lock()  # what replaces launches, and for which GPU, is a module's
 MADE = {torch.empty: None, torch.zeros: 0, torch.ones: 1, torch.Tensor.new_empty: None}
 
 
@@ -69,7 +71,7 @@ def plan(
     module = import_module(f"hemiola.plugins.{op}.cuda")
     watch = _Watch()
     tensors = [watch.note(name, sized.dims, sized.dtype) for name, sized in given.items()]
-    with built_for(gpu), launches(watch.look), _uncached(module), torch.inference_mode(), watch:
+    with _PLANNING, built_for(gpu), launches(watch.look), _uncached(module), torch.inference_mode(), watch:
         made = getattr(module, op)(*tensors, *attrs, **options)
     results = made if isinstance(made, tuple) else (made,)
     return LaunchPlan(watch.memory, tuple(watch.launches), tuple(watch.name_of(result) for result in results))

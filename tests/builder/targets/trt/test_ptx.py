@@ -18,6 +18,7 @@ from triton.backends.nvidia.compiler import get_ptxas
 from hemiola.builder.targets.trt import ptx
 from hemiola.builder.targets.trt.ahead import NotAhead, plan
 from hemiola.builder.targets.trt.dims import Dim, number
+from hemiola.plugins.gpu import launch
 from hemiola.plugins.gpu.device import Gpu
 from hemiola.plugins.sizes import evaluate
 from hemiola.runtime.arch import ARCHS
@@ -57,6 +58,19 @@ def test_every_architectures_assembler_takes_it_with_the_parameters_that_tensorr
 
     with ThreadPoolExecutor(2) as pool:
         list(pool.map(assemble, AHEAD if capability == 90 else QUICK))
+
+
+def test_threads_that_plan_take_each_others_launches() -> None:
+    """CI of 2026-11-28: one put back what the other still needed; the process launched nothing right then."""
+    values = kit.as_on_a_gpu(AHEAD["conv"].op, AHEAD["conv"].arguments(20))
+
+    def num_launches(_: int) -> int:
+        sizes = kit.sized(AHEAD["conv"].op, values)
+        return len(plan("conv", sizes, values[len(sizes) :], Gpu(90, 132), {}).launches)
+
+    with ThreadPoolExecutor(8) as pool:
+        assert set(pool.map(num_launches, range(100))) == {1}
+    assert launch._instead is None
 
 
 @pytest.mark.parametrize("name", AHEAD)
