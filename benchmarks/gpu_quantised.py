@@ -1,7 +1,7 @@
 """Quantised weights on a GPU beside our bf16 kernel and cuBLAS: time, bandwidth and bits in one run.
 
     PYTHONPATH=. python benchmarks/gpu_quantised.py [table,experts,sweep,tiles] [--kinds fp8,int4]
-        [--rows 1,64] [--inner 512]
+        [--rows 1,64] [--inner 512] [--shapes up,6144x2048]
 
 table: dense layers of the 9B and its head, as plugins/gpu/tables chooses tiles. experts: those of the
 35B-A3B; of a rank of two with --inner 256. sweep: other tiles of dense layers, too; tiles: of experts. Every
@@ -35,6 +35,7 @@ from hemiola.plugins.linear import coded, e4m3
 from hemiola.plugins.linear import cuda as plain
 from hemiola.plugins.moe import coded as coded_moe
 from hemiola.plugins.moe import cuda as plain_moe
+from hemiola.plugins.moe import e4m3 as e4m3_moe
 
 KINDS = {
     "fp8": Layout("e4m3", 128),
@@ -53,12 +54,13 @@ ROWS = (1, 16, 64, 256, 8192)
 SWEEP = {  # by the most rows: outputs, rows, inputs of a turn, warps, stages, steps side by side, consumers
     16: [
         (16, 16, 256, 4, 3, 4), (16, 16, 256, 4, 2, 4), (32, 16, 256, 4, 2, 4), (64, 16, 256, 4, 3, 4),
-        (64, 16, 256, 4, 2, 4),
+        (64, 16, 256, 4, 2, 4), (64, 16, 128, 4, 4, 0), (128, 16, 128, 4, 4, 0), (32, 16, 256, 4, 3, 4),
     ],
     64: [
         (32, 16, 256, 4, 3, 4), (32, 16, 256, 4, 2, 4), (32, 32, 256, 4, 3, 4), (16, 32, 256, 4, 3, 4),
         (64, 32, 128, 4, 3, 4), (64, 32, 128, 4, 2, 4), (64, 16, 256, 4, 3, 4), (128, 64, 128, 8, 4, 0),
-        (64, 64, 128, 4, 4, 0),
+        (64, 64, 128, 4, 4, 0), (64, 16, 128, 4, 4, 0), (128, 16, 128, 4, 4, 0), (64, 32, 128, 4, 4, 0),
+        (16, 16, 256, 4, 3, 4), (128, 32, 128, 4, 4, 0), (32, 64, 256, 4, 2, 4),
     ],
     256: [(64, 64, 128, 4, 4, 0), (128, 128, 128, 8, 3, 0), (128, 128, 64, 4, 6, 0, 2)],
     8192: [(128, 128, 64, 4, 6, 0, 2), (192, 128, 64, 4, 6, 0, 3)],
@@ -66,17 +68,29 @@ SWEEP = {  # by the most rows: outputs, rows, inputs of a turn, warps, stages, s
 
 OF_EXPERTS = {  # by the most rows
     64: [
-        (16, 16, 256, 4, 3, 4), (32, 16, 256, 4, 2, 4), (64, 16, 256, 4, 3, 4), (64, 16, 256, 4, 2, 4),
-        (64, 16, 128, 4, 4, 0), (128, 16, 128, 4, 4, 0), (128, 16, 128, 8, 3, 0), (64, 32, 128, 4, 4, 0),
+        (16, 16, 256, 4, 3, 4), (32, 16, 256, 4, 2, 4), (64, 16, 128, 4, 4, 0), (64, 16, 128, 4, 6, 0),
+        (128, 16, 128, 4, 4, 0), (128, 16, 128, 4, 6, 0), (128, 16, 256, 4, 3, 0), (256, 16, 128, 8, 4, 0),
+        (128, 32, 128, 4, 4, 0),
+    ],
+    512: [
+        (128, 16, 128, 4, 4, 0), (128, 32, 128, 4, 4, 0), (128, 64, 128, 4, 3, 0), (64, 32, 128, 4, 4, 0),
+        (256, 32, 128, 8, 3, 0),
     ],
     8192: [
-        (64, 64, 128, 4, 4, 0), (128, 64, 128, 4, 3, 0), (128, 128, 128, 8, 3, 0), (256, 64, 128, 8, 3, 0),
+        (128, 64, 128, 4, 2, 0), (128, 64, 128, 4, 3, 0), (128, 64, 128, 4, 4, 0), (128, 64, 256, 4, 2, 0),
+        (128, 128, 128, 4, 3, 0), (128, 32, 128, 4, 3, 0), (256, 64, 128, 8, 2, 0),
     ],
 }  # fmt: skip
 FEW = [  # by gluon_few.py: outputs, warps, steps of a warp under way, programs of a multiprocessor
     (16, 4, 4, 3), (16, 4, 4, 5), (16, 4, 2, 5), (16, 4, 2, 8), (16, 8, 2, 2), (16, 8, 2, 4), (16, 16, 1, 2),
     (16, 16, 2, 2), (32, 4, 2, 4),
 ]  # fmt: skip
+
+
+def shape_of(name: str) -> tuple[int, int]:
+    """A layer's outputs and inputs, by its name or as "6144x2048"."""
+    outputs, _, width = name.partition("x")
+    return (int(outputs), int(width)) if width else SHAPES[name]
 
 
 def pack_of(layout: Layout) -> Callable[[WeightGroup], torch.Tensor]:
@@ -133,13 +147,13 @@ def run_half(end: str, x: torch.Tensor, none: torch.Tensor, weight: torch.Tensor
 
 
 def candidates(num_rows: int, layout: Layout) -> list[Tile | None]:
-    """Tiles that could serve so many rows; for inputs in e4m3 those of Gluon."""
+    """Tiles that could serve so many rows; with inputs in e4m3 none of steps side by side."""
     most = next(most for most in SWEEP if num_rows <= most)
     tiles = [made_tile(*given) for given in SWEEP[most]]
     if num_rows <= 8 and not layout.inputs:
         tiles += [Tile(outputs, 8, 128, warps, ahead, True, group=group, direct=True)
                   for outputs, warps, ahead, group in FEW]  # fmt: skip
-    return [None, *(tile for tile in tiles if tile.consumers or not layout.inputs)]
+    return [None, *(tile for tile in tiles if not (layout.inputs and tile.abreast))]
 
 
 def made_tile(*given: int) -> Tile:
@@ -148,7 +162,7 @@ def made_tile(*given: int) -> Tile:
 
 
 def measure(name: str, kind: str, rows: Iterable[int], bandwidth: float, sweep: bool) -> None:
-    layout, (num_outputs, num_inputs) = KINDS[kind], SHAPES[name]
+    layout, (num_outputs, num_inputs) = KINDS[kind], shape_of(name)
     weight = made(layout, num_outputs, num_inputs)
     none = weight.half[0, :0]
     x = torch.randn(max(rows), num_inputs, device="cuda", dtype=torch.bfloat16)
@@ -197,6 +211,7 @@ def measure(name: str, kind: str, rows: Iterable[int], bandwidth: float, sweep: 
 
 def measure_experts(kind: str, rows: Iterable[int], bandwidth: float, inner: int, sweep: bool) -> None:
     layout = KINDS[kind]
+    run_moe = e4m3_moe.moe if layout.inputs else coded_moe.moe
     up, down = made(layout, EXPERTS, 2 * inner, WIDTH), made(layout, EXPERTS, WIDTH, inner)
     for num in rows:
         x = torch.randn(num, WIDTH, device="cuda", dtype=torch.bfloat16)
@@ -205,13 +220,13 @@ def measure_experts(kind: str, rows: Iterable[int], bandwidth: float, inner: int
             ids = torch.rand(num, EXPERTS, device="cuda").topk(SLOTS).indices.int()
             turns.append((x, ids, torch.rand(num, SLOTS, device="cuda")))
         rest = (up.packed, down.packed, "swiglu", inner, layout, layout)
-        whole = coded_moe.moe(*turns[0], *rest)
-        lone = coded_moe.moe(*(part[:1] for part in turns[0]), *rest)
-        for tile in tiles_of_experts(num, sweep):
+        whole = run_moe(*turns[0], *rest)
+        lone = run_moe(*(part[:1] for part in turns[0]), *rest)
+        for tile in tiles_of_experts(num, layout, sweep):
             try:
-                found = coded_moe.moe(*turns[0], *rest, tile=tile)
+                found = run_moe(*turns[0], *rest, tile=tile)
                 ours, half = contest(
-                    [partial(coded_moe.moe, *turn, *rest, tile=tile) for turn in turns],
+                    [partial(run_moe, *turn, *rest, tile=tile) for turn in turns],
                     [partial(plain_moe.moe, *turn, up.half, down.half, "swiglu") for turn in turns],
                 )
             except (TooLarge, RuntimeError) as problem:
@@ -229,7 +244,7 @@ def calls(kinds: Iterable[str], names: Iterable[str], modes: str, rows: Iterable
     """Kernels that will be launched, to be compiled by all cores before."""
     found: set[Call] = set()
     for layout, name in itertools.product(map(KINDS.get, kinds), names):
-        outputs, width = SHAPES[name]
+        outputs, width = shape_of(name)
         packed = pack_of(layout)(WeightGroup.empty(layout, (outputs, width)))
         half = torch.empty(outputs, width, dtype=torch.bfloat16, device="meta")
         for num in {*rows, 1}:
@@ -253,15 +268,17 @@ def calls_of_experts(
         x = torch.empty(num, WIDTH, dtype=torch.bfloat16, device="meta")
         ids = torch.empty(num, SLOTS, dtype=torch.int32, device="meta")
         turn, rest = (x, ids, ids.float()), (*packed, "swiglu", inner, layout, layout)
-        for tile in tiles_of_experts(num, "tiles" in modes):
-            found |= calls_at(coded_moe.moe, H200, *turn, *rest, tile=tile)
+        for tile in tiles_of_experts(num, layout, "tiles" in modes):
+            run_moe = e4m3_moe.moe if layout.inputs else coded_moe.moe
+            found |= calls_at(run_moe, H200, *turn, *rest, tile=tile)
         found |= calls_at(plain_moe.moe, H200, *turn, *halves, "swiglu")
     return found
 
 
-def tiles_of_experts(num_rows: int, sweep: bool) -> list[Tile | None]:
+def tiles_of_experts(num_rows: int, layout: Layout, sweep: bool) -> list[Tile | None]:
     most = next(most for most in OF_EXPERTS if num_rows <= most)
-    return [None, *(made_tile(*given) for given in OF_EXPERTS[most] if sweep)]
+    tiles = [made_tile(*given) for given in OF_EXPERTS[most] if sweep]
+    return [None, *(tile for tile in tiles if not (layout.inputs and (tile.abreast or tile.inner > 128)))]
 
 
 def compiled(call: Call) -> None:

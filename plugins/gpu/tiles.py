@@ -56,6 +56,7 @@ class Crowd(NamedTuple):
 
     max_pairs: float
     tile: Tile
+    bits: int = 0  # of a code, if it is for such alone
 
 
 class Table(NamedTuple):
@@ -169,8 +170,8 @@ def _few_codes(
     return next(c.tile for c in choices if num_tokens <= c.max_tokens and num_outputs >= c.min_outputs)
 
 
-def coded_expert_tile_of(num_pairs: int, num_experts: int, gpu: Gpu) -> Tile:
-    crowds = table_of(gpu.capability).coded_experts
+def coded_expert_tile_of(num_pairs: int, num_experts: int, bits: int, gpu: Gpu) -> Tile:
+    crowds = (crowd for crowd in table_of(gpu.capability).coded_experts if crowd.bits in (0, bits))
     return next(crowd.tile for crowd in crowds if num_pairs <= crowd.max_pairs * num_experts)
 
 

@@ -8,7 +8,7 @@ from hemiola.plugins.gpu.device import gpu_of
 from hemiola.plugins.gpu.launch import Kernel, cdiv
 from hemiola.plugins.gpu.sizes import Size, Variant, around, powers
 from hemiola.plugins.gpu.tiles import Tile, coded_expert_tile_of, table_of
-from hemiola.plugins.gpu.words import sections
+from hemiola.plugins.gpu.words import form_of, sections
 from hemiola.plugins.groups import Layout
 from hemiola.plugins.linear.coded import WIDE, turn_of
 from hemiola.plugins.moe.cuda import SORT_BLOCK
@@ -33,7 +33,7 @@ def moe(
     layouts = up_layout, down_layout
     return of_experts(
         x, expert_ids, expert_weights, up, down, activation, inner, layouts,
-        lambda num_pairs: tile or _tile_of(x, num_pairs, len(up)), _multiply,
+        lambda num_pairs: tile or _tile_of(x, num_pairs, len(up), up_layout), _multiply,
     )  # fmt: skip
 
 
@@ -52,9 +52,10 @@ def variants(
         yield Variant(largest._replace(tokens=tokens))
 
 
-def _tile_of(x: torch.Tensor, num_pairs: int, num_experts: int) -> Tile:
-    wide = x.dtype is torch.float32
-    return WIDE if wide else coded_expert_tile_of(num_pairs, num_experts, gpu_of(x.device))
+def _tile_of(x: torch.Tensor, num_pairs: int, num_experts: int, layout: Layout) -> Tile:
+    if x.dtype is torch.float32:
+        return WIDE
+    return coded_expert_tile_of(num_pairs, num_experts, form_of(layout).bits, gpu_of(x.device))
 
 
 def _multiply(

@@ -18,11 +18,13 @@ from hemiola.plugins.moe.spec import ACTIVATIONS
 
 _combine = Kernel("moe", "_combine")
 _sort = Kernel("moe", "_sort")
+_count, _place = Kernel("moe", "_count"), Kernel("moe", "_place")
 _experts_persistent = Kernel("moe", "_experts_persistent")
 _experts = Kernel("moe", "_experts")
 _copy_lines = Kernel("moe", "_copy_lines")
 
-SORT_BLOCK = 2048  # pairs that a program of the sort looks at together
+SORT_BLOCK = 2048  # pairs that a program of the sort looks at together; more are divided by _count and _place
+DIVIDED, COMPARED = 512, 8192  # pairs of their programs, and numbers that one of them compares together
 
 
 def moe(
@@ -106,10 +108,19 @@ def sort_pairs(expert_ids: torch.Tensor, num_experts: int, tokens: int) -> tuple
     num_tiles = min(num_experts, num_pairs) + num_pairs // tokens
     pairs = torch.empty(num_pairs, dtype=torch.int32, device=expert_ids.device)
     tiles = torch.empty(num_tiles + 1, 4, dtype=torch.int32, device=expert_ids.device)
-    block = min(SORT_BLOCK, max(32, pow2(num_pairs)))
+    sizes = {"EXPERTS": num_experts, "BINS": max(32, pow2(num_experts))}
+    if num_pairs > SORT_BLOCK:
+        num_blocks = cdiv(num_pairs, DIVIDED)
+        counts = torch.empty(num_blocks, sizes["BINS"], dtype=torch.int32, device=expert_ids.device)
+        _count[(num_blocks,)](expert_ids, counts, num_pairs, **sizes, BLOCK=DIVIDED, num_warps=4)
+        _place[(num_blocks,)](
+            expert_ids, counts, pairs, tiles, num_pairs, num_tiles, **sizes, TOKENS=tokens, BLOCK=DIVIDED,
+            EACH=min(32, max(1, COMPARED // sizes["BINS"])), num_warps=8,
+        )  # fmt: skip
+        return pairs, tiles
+    block = max(32, pow2(num_pairs))
     _sort[(num_experts,)](
-        expert_ids, pairs, tiles, num_pairs, num_tiles, EXPERTS=num_experts,
-        BINS=max(32, pow2(num_experts)), TOKENS=tokens, BLOCK=block, num_warps=4,
+        expert_ids, pairs, tiles, num_pairs, num_tiles, **sizes, TOKENS=tokens, BLOCK=block, num_warps=4
     )  # fmt: skip
     return pairs, tiles
 

@@ -43,6 +43,66 @@ def _sort(expert_ids, pairs, tiles, num_pairs, num_tiles, EXPERTS: tl.constexpr,
         place += tl.sum(mine, axis=0)
 
 
+@triton.jit(do_not_specialize=["num_pairs"])
+def _count(expert_ids, counts, num_pairs, EXPERTS: tl.constexpr, BINS: tl.constexpr,
+           BLOCK: tl.constexpr):  # fmt: skip
+    # Grid: blocks of pairs; with _place what _sort does, for many.
+    # Tile: BLOCK pairs.
+    # Traffic: P ids read, a block's pairs of each expert written.
+    id_, known = _ids_of(expert_ids, tl.program_id(0) * BLOCK + tl.arange(0, BLOCK), num_pairs, EXPERTS)
+    found = tl.histogram(tl.where(known, id_, 0), BINS, mask=known)
+    tl.store(counts + tl.program_id(0) * BINS + tl.arange(0, BINS), found)
+
+
+@triton.jit(do_not_specialize=["num_pairs", "num_tiles"])
+def _place(expert_ids, counts, pairs, tiles, num_pairs, num_tiles, EXPERTS: tl.constexpr, BINS: tl.constexpr,
+           TOKENS: tl.constexpr, BLOCK: tl.constexpr, EACH: tl.constexpr):  # fmt: skip
+    # Grid: blocks of pairs.
+    # Tile: BLOCK pairs, compared with EACH others at a time; EACH blocks' counts; EACH lines of `tiles`.
+    # Traffic: all counts (from L2), P ids read, P pairs and the tiles written.
+    block, num_blocks, each = tl.program_id(0), tl.num_programs(0), tl.arange(0, EACH)
+    bin_, lane = tl.arange(0, BINS), tl.arange(0, BLOCK)
+    size, before = tl.zeros((BINS,), tl.int32), tl.zeros((BINS,), tl.int32)
+    for first in range(0, num_blocks, EACH):
+        other = (first + each)[:, None]
+        found = tl.load(counts + other * BINS + bin_[None, :], mask=other < num_blocks, other=0)
+        size += tl.sum(found, axis=0)
+        before += tl.sum(tl.where(other < block, found, 0), axis=0)
+    end = tl.cumsum(size, axis=0)
+    id_, known = _ids_of(expert_ids, block * BLOCK + lane, num_pairs, EXPERTS)
+    place = tl.gather(end - size + before, tl.where(known, id_, 0), axis=0)
+    for first in range(0, BLOCK, EACH):
+        other = tl.load(expert_ids + block * BLOCK + first + each,
+                        mask=block * BLOCK + first + each < num_pairs, other=-1)  # fmt: skip
+        is_before = (other[None, :] == id_[:, None]) & ((first + each)[None, :] < lane[:, None])
+        place += tl.sum(is_before.to(tl.int32), axis=1)
+    tl.store(pairs + place, block * BLOCK + lane, mask=known)
+    num_mine = (size + TOKENS - 1) // TOKENS
+    last = tl.cumsum(num_mine, axis=0)
+    num_all = tl.sum(num_mine, axis=0)
+    for first in range(block * EACH, num_tiles, num_blocks * EACH):
+        tile = first + each
+        is_there = tile < num_all
+        expert = tl.where(is_there, tl.sum((last[None, :] <= tile[:, None]).to(tl.int32), axis=1), 0)
+        at = (
+            tl.gather(end - size, expert, axis=0)
+            + (tile - tl.gather(last - num_mine, expert, axis=0)) * TOKENS
+        )
+        line = tiles + tile * 4
+        tl.store(line, tl.where(is_there, expert, -1), mask=tile < num_tiles)
+        tl.store(line + 1, tl.where(is_there, at, 0), mask=tile < num_tiles)
+        tl.store(line + 2, tl.where(is_there, tl.gather(end, expert, axis=0), 0), mask=tile < num_tiles)
+    if block == 0:
+        tl.store(tiles + num_tiles * 4, num_all)
+
+
+@triton.jit
+def _ids_of(expert_ids, pair, num_pairs, EXPERTS: tl.constexpr):
+    """The experts of pairs, and which of them there are."""
+    id_ = tl.load(expert_ids + pair, mask=pair < num_pairs, other=-1)
+    return id_, (id_ >= 0) & (id_ < EXPERTS)
+
+
 @triton.jit
 def _write_tile(tiles, tile, expert, first, end):
     tl.store(tiles + tile * 4, expert)

@@ -7,7 +7,7 @@ from kit.ops import rel_error
 pytest.importorskip("triton")
 
 from hemiola.plugins.gpu.tiles import Tile, table_of
-from hemiola.plugins.moe.cuda import moe
+from hemiola.plugins.moe.cuda import moe, sort_pairs
 from tests.gpu.laws import (
     DEVICE,
     HALF,
@@ -96,6 +96,26 @@ def test_every_tile_has_the_same_bits(activation: str) -> None:
 def test_a_row_is_alone(activation: str) -> None:
     x, ids, weights, *rest = make(2200, activation)
     rows_are_alone(lambda x, i, w: moe(x, i, w, *rest), x, ids, weights)
+
+
+@pytest.mark.parametrize("num_pairs", [1, 40, 2048, 2049, 5000])
+@pytest.mark.parametrize("num_experts", [5, 256])
+def test_pairs_stand_by_expert_and_in_order(num_pairs: int, num_experts: int) -> None:
+    """Ids that are no experts stand nowhere; of experts without a pair there is no tile."""
+    ids = torch.randint(-1, num_experts + 2, (num_pairs, 1), dtype=torch.int32, device=DEVICE)
+    ids[ids == 3] = 4
+    with poisoned():
+        pairs, tiles = sort_pairs(ids, num_experts, 16)
+    known = ((ids >= 0) & (ids < num_experts)).flatten()
+    wanted = ids.flatten().argsort(stable=True)
+    assert pairs[: known.sum()].tolist() == [pair for pair in wanted.tolist() if known[pair]]
+    lines, first = [], 0
+    for expert in range(num_experts):
+        end = first + int((ids == expert).sum())
+        lines += [[expert, at, end] for at in range(first, end, 16)]
+        first = end
+    assert tiles[: len(lines), :3].tolist() == lines
+    assert tiles[len(lines) : -1, 0].eq(-1).all() and tiles[-1, 0] == len(lines)
 
 
 def test_all_tokens_choose_the_same_expert() -> None:
