@@ -189,6 +189,10 @@ LANES = (
     Stage("coded", 150, f"{CODES} tiles --kinds fp8 --inner 256,512 --rows 16,48,4400;"
           f" {CODES} sweep --kinds nvfp4 --rows 1,4 --shapes up,down,out", True),
     Stage("many of codes", 60, f"{CODES} table --kinds w8a8,fp8 --shapes up,down --rows 8192", True),
+    Stage("moe", 90, f"{PYTEST} tests/plugins/moe/test_{{triton,coded,e4m3}}.py"),
+    Stage("simulated", 400, f"{NO_GPU} python3 benchmarks/cluster_simulation.py --replicas 1000 --jobs 4"
+          " --policies 'depth, scale 16, host memory;are killed' --out $OUT"),
+    Stage("disk", 60, "python3 benchmarks/disk_reads.py", True),
     Stage("heads of codes", 60, f"{MODELS} {HEADED} --drafts none", True,
           engine("9b-fp8-head-fp8-64-2048-1"), maker="build codes"),
     Stage("vllm codes", 330, theirs("codes", "9b-off,9b-mtp3", quantization="fp8"), **OF_VLLM),
