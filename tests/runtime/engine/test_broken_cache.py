@@ -77,6 +77,19 @@ def test_nan_while_decoding_stays_cached(faulty: Callable[..., Hand], depth: int
     demand_answer(hand, TEXT, hit=0)
 
 
+@pytest.mark.parametrize("rest", [1, 2, 3])
+@pytest.mark.parametrize("hybrid", [True, False])
+def test_a_prompt_whose_last_step_fills_no_page_is_forgotten(
+    faulty: Callable[..., Hand], hybrid: bool, rest: int
+) -> None:
+    """That step only says that what was published before it is no NaN, and the request ends with it."""
+    hand, text = faulty(faults=set(), hybrid=hybrid), prompt(P + rest)
+    hand.submit(text, max_tokens=1)
+    hand.run()
+    assert cached(hand) == [text[:P]]
+    demand_answer(hand, text, hit=P)
+
+
 @pytest.mark.parametrize("what", ["page", "snapshot"])
 @pytest.mark.parametrize("depth", DEPTHS)
 def test_a_hit_that_spoilt_since_fails_every_request_that_begins_there(
