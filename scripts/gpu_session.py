@@ -17,8 +17,8 @@ those that stages took on 2026-11-22, or (~) what their parts let expect:
         many rows ~90 (479 of 558)
     --minutes 7.7 with .lease/sanitizer: more models ~90, sanitizer 184, fewer ids 45, adaptive 72,
         more rows 39 (430 of 462)
-    --minutes 2.7 --only look,serve with .lease/triton2 (28 MiB: nothing else fits; .lease/triton1, 2 MiB, came
-        with a call before): 4, 52; with --minutes 4.2 --only look,serve,commands 77 more
+    --minutes 2.7 --only look,serve with .lease/triton2 (28 MiB: nothing else fits; .lease/triton1, 2 MiB,
+        came with a call before): 4, 52; with --minutes 4.2 --only look,serve,commands 77 more
 
 A machine goes back 30 s after a call, and with it what calls have left there: ask for the next at once. A
 model is new to vLLM for 100 s (without drafts first: with them it took more than its 150).
@@ -165,7 +165,7 @@ LANES = (
           f" {NO_GPU} {MODELS} --models 9b --rows 64 --tp 4 --build"),
     Stage("build served", 150, "python3 -c 'from kit.gpu_engines import build_served; build_served()'"),
     Stage("compiled", 60, f"XZ_OPT=-T0 tar -C {KEPT} --exclude=*.{{ttir,ttgir,llir,source}}"
-          f" -cJf {PACKED}.part {COMPILED.name} || [ $? = 1 ] && mv {PACKED}.part {PACKED}"),  # 1: others write
+          f" -cJf {PACKED}.part {COMPILED.name} || [ $? = 1 ] && mv {PACKED}.part {PACKED}"),  # 1: it grows
     Stage("unpack vllm", 200, f"PEER_SITE={VLLM}/site PEER_WORK={VLLM}/work bash {VLLM}/install.sh",
           needs=VLLM / "site.tar.xz"),
     Stage("report", 230, f"{REPORT} --requests 320 --profile", True, engine("report-003-fp8-16-2"),
@@ -196,7 +196,7 @@ LANES = (
     Stage("heads of codes", 60, f"{MODELS} {HEADED} --drafts none", True,
           engine("9b-fp8-head-fp8-64-2048-1"), maker="build codes"),
     Stage("vllm codes", 330, theirs("codes", "9b-off,9b-mtp3", quantization="fp8"), **OF_VLLM),
-    Stage("vllm two", 330, theirs("two", "9b-off,9b-mtp3", tensor_parallel_size=2), **OF_VLLM),
+    Stage("vllm two", 330, theirs("two", "9b-mtp3", tensor_parallel_size=2), **OF_VLLM),
     Stage("vllm report", 330, theirs("report", "", tensor_parallel_size=2, **SIXTEEN), **OF_VLLM),
     Stage("vllm report one", 330, theirs("one", "", **SIXTEEN), **OF_VLLM),
 )  # fmt: skip
