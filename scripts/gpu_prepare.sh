@@ -35,6 +35,6 @@ if [ $# -gt 0 ]; then
     mv .lease/vllm .lease/vllm1
 fi
 du -sm .lease/*
-for part in vllm2 triton; do
+for part in vllm2 triton2; do
     [ "$(bytes .lease/$part)" -le $room ] || echo ".lease/$part and the tree are more than the 64 MiB of a call" >&2
 done
