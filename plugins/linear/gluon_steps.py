@@ -144,14 +144,8 @@ def _add(slab: gl.constexpr, ends, stages, sizes, beside, STEP: gl.constexpr, KI
         by_at = by + token
         total = gl.zeros((SLAB, TOKENS), gl.float32, layout)
         sums = gl.zeros((SLAB, TOKENS), gl.float32, layout)
-        if SCALED:  # a step early: nothing waits for them
-            next_scale, next_each = _scales(scale_at, by_at, 0, num_tokens, num_outputs, BY, SPAN)
         for step in range(num_steps):
-            scale, each = 1.0, 1.0
-            if SCALED:
-                scale, each = next_scale, next_each
-                following = gl.minimum(step + 1, num_steps - 1)
-                next_scale, next_each = _scales(scale_at, by_at, following, num_tokens, num_outputs, BY, SPAN)
+            scale, each = _scales(scale_at, by_at, step, num_tokens, num_outputs, SCALED, BY, SPAN)
             oldest = stage
             for unit in gl.static_range(UNITS):
                 mbarrier.wait(ready.index(stage), phase)
@@ -175,14 +169,15 @@ def _add(slab: gl.constexpr, ends, stages, sizes, beside, STEP: gl.constexpr, KI
 
 
 @gluon.jit
-def _scales(scale_at, by_at, step, num_tokens, num_outputs, BY: gl.constexpr, SPAN: gl.constexpr):
-    """A step's scales of outputs, and of inputs, if these have any."""
+def _scales(scale_at, by_at, step, num_tokens, num_outputs, SCALED: gl.constexpr,
+            BY: gl.constexpr, SPAN: gl.constexpr):  # fmt: skip
+    """A step's scales of outputs, and of inputs."""
+    scale, each = 1.0, 1.0
     if BY != "":
         scale = gl.load(scale_at + (step // SPAN * num_outputs if SPAN > 0 else 0))
         each = gl.load(by_at + (step * num_tokens if BY == "step" else 0))
-    else:
+    elif SCALED:
         scale = gl.load(scale_at + step * LANES)
-        each = scale
     return scale, each
 
 
