@@ -3,6 +3,7 @@
 import re
 import subprocess
 from concurrent.futures import ThreadPoolExecutor
+from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -27,6 +28,7 @@ GPUS = [name for name, arch in ARCHS.items() if arch.device == "cuda"]
 QUICK = ("conv", "moe", "route")  # to compile; all ops for all architectures: benchmarks/tensorrt_ptx.py
 
 
+@cache  # compiling takes seconds
 def found(name: str, capability: int = 90) -> tuple[Subject, list[Any], ptx.Ahead]:
     own = AHEAD[name]
     values = kit.as_on_a_gpu(own.op, own.arguments(20))
@@ -148,7 +150,7 @@ def test_a_kernel_that_needs_too_much_shared_memory_is_refused_with_both_numbers
     with pytest.raises(
         NotAhead, match=r"attention\._write needs 128 bytes of shared memory, TensorRT gives 64"
     ):
-        found("attention")
+        found.__wrapped__("attention")
 
 
 @pytest.mark.parametrize("name", AHEAD)
