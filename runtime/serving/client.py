@@ -5,7 +5,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from queue import SimpleQueue
 from typing import Any
 
@@ -49,18 +49,26 @@ class Client:
         self.url = url
         self.model = model
         self.retries = retries
-        self._channel = grpc.insecure_channel(url, options=channel_options(url))
-        self._stub = service_pb2_grpc.GRPCInferenceServiceStub(self._channel)
-        self._requests: weakref.WeakSet[PendingRequest] = weakref.WeakSet()
-        self._end = weakref.finalize(self, close, self._requests, self._channel, os.getpid())  # at exit, too
+        self._connections: dict[int, Connection] = {}  # by process
+        self._end = weakref.finalize(self, close, self._connections)  # at exit, too
         try:
             _run(check_model, self._ask, url, model)
         except BaseException:
             self.close()
             raise
 
+    @property
+    def _here(self) -> "Connection":
+        """This process's. grpc may hold that a thread, which a fork has not, still reads for the old one."""
+        pid = os.getpid()
+        if pid not in self._connections:
+            if not self._end.alive:
+                raise Lost(CLOSED)
+            self._connections.setdefault(pid, Connection(self.url))
+        return self._connections[pid]
+
     async def _ask(self, method: str, request: Any, timeout: float) -> Any:
-        return getattr(self._stub, method)(request, timeout=timeout)
+        return getattr(self._here.stub, method)(request, timeout=timeout)
 
     def generate(
         self,
@@ -119,7 +127,7 @@ class Client:
         """End a request, whoever sent it; one that has ended is left alone."""
         requests, server = iter([cancellation(self.model, request_id)]), f"the server at {self.url}"
         try:
-            answers = self._stub.ModelStreamInfer(requests, timeout=CANCEL_TIMEOUT_S)
+            answers = self._here.stub.ModelStreamInfer(requests, timeout=CANCEL_TIMEOUT_S)
         except ValueError:  # grpc's
             raise Lost(CLOSED) from None
         try:
@@ -139,6 +147,15 @@ class Client:
         self.close()
 
 
+class Connection:
+    """One process's to the server."""
+
+    def __init__(self, url: str) -> None:
+        self.channel = grpc.insecure_channel(url, options=channel_options(url))
+        self.stub = service_pb2_grpc.GRPCInferenceServiceStub(self.channel)
+        self.requests: weakref.WeakSet[PendingRequest] = weakref.WeakSet()
+
+
 class PendingRequest:
     """A request under way. One thread starts it and reads what comes of it; any other may end it.
 
@@ -152,7 +169,7 @@ class PendingRequest:
         self._read = False  # to its last reply
         self._pid = os.getpid()
         self._threaded: Threaded | None = None
-        client._requests.add(self)
+        client._here.requests.add(self)
 
     def start(self) -> None:
         self._answer = Answer(self._send, self._client.retries, self._pause)
@@ -162,7 +179,7 @@ class PendingRequest:
 
         No lock, since Ctrl-C can leave one taken.
         """
-        self._threaded = Threaded(self._client._stub, self._request, f"the server at {self._client.url}")
+        self._threaded = Threaded(self._client._here.stub, self._request, f"the server at {self._client.url}")
         if self._ended.is_set() or not self._client._end.alive:
             self._ended.set()  # nobody waits for a thread that never starts
             raise Lost(CLOSED)
@@ -304,11 +321,12 @@ def end(requests: Iterable[PendingRequest]) -> None:
         request.join(limit - time.monotonic())
 
 
-def close(requests: Iterable[PendingRequest], channel: grpc.Channel, pid: int) -> None:
-    """What is left of a client. A fork of its process leaves it alone."""
-    if os.getpid() == pid:
-        end(list(requests))
-        channel.close()
+def close(connections: Mapping[int, Connection]) -> None:
+    """What is left of a client here. A fork leaves the connection of its parent alone."""
+    here = connections.get(os.getpid())
+    if here is not None:
+        end(list(here.requests))
+        here.channel.close()
 
 
 class Pieces(Iterator[Piece]):

@@ -19,11 +19,13 @@ from hemiola.runtime.extra import install
 from hemiola.runtime.serving import arrival
 from hemiola.runtime.serving.home import Home
 from hemiola.runtime.serving.model_folder import find_model_folder
+from hemiola.runtime.serving.options import MOST_SECONDS
 from hemiola.runtime.serving.place import ANYWHERE, group_of
 from hemiola.runtime.serving.ports import Ports
 from hemiola.runtime.serving.settings import FILE as SETTINGS_FILE
 
 KEY_HEADER = "hemiola-key"
+LATER_S = 60  # than our exit timeout is its own: of what it cuts, it says nothing that helps
 UNSENDABLE = 2**15  # characters; gRPC takes headers of 16 KB at most, our guard of HTTP lines of 8,000 bytes
 # Asks the kernel to kill the server if we end without stopping it, and becomes the server.
 LAUNCH = """
@@ -70,7 +72,7 @@ def command_line(triton: Triton, home: Home, ports: Ports, switches: Switches) -
         f"--http-header-forward-pattern={arrival.NAME}",
         f"--metrics-address=unix:{home.doors / 'metrics'}",
         f"--metrics-port={ports.metrics}",
-        f"--exit-timeout-secs={switches.exit_timeout_s}",
+        f"--exit-timeout-secs={min(switches.exit_timeout_s + LATER_S, MOST_SECONDS)}",
         f"--log-verbose={int(switches.log_verbose)}",
     ]
 

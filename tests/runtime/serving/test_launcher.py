@@ -87,6 +87,16 @@ def test_tritonserver_is_told_no_name_which_it_takes_for_255_255_255_255() -> No
     assert server.http_url == "http://127.0.0.1:1"
 
 
+@pytest.mark.parametrize("seconds", [0, 3, 2**31 - 1])
+def test_tritonserver_ends_itself_before_we_can_say_what_is_lost(seconds: int) -> None:
+    """Its limit was ours: callers read "tritonserver ended with -11" for a reason, or 1."""
+    server = Server({}, exit_timeout_s=seconds)
+    home: Any = SimpleNamespace(path=A, doors=B, shm_prefix="x")
+    told = command_line(Triton(A, A, A), home, Ports(1, 2, 3), server._switches)
+    (limit,) = [int(word.partition("=")[2]) for word in told if word.startswith("--exit-timeout-secs=")]
+    assert min(seconds + 10, 2**31 - 1) <= limit < 2**31
+
+
 def test_a_broken_engine_is_refused_before_anything_is_made(tmp_path: Path) -> None:
     server = Server({"hemiola": tmp_path})
     with pytest.raises(Refused, match=rf"^{tmp_path} has no manifest\.json"), server:
