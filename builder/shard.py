@@ -32,6 +32,7 @@ class Shard:
             with path.open("rb") as file:
                 header_len = int.from_bytes(file.read(8), "little")
                 text = file.read(min(header_len, MAX_HEADER))
+                self._version = _version(file.fileno())
             num_brackets = text.count(b"[") + text.count(b"{")
             if num_brackets > 3 * text.count(b'"data_offsets"') + OTHER_BRACKETS:
                 raise SafetensorError(f"its header has {num_brackets} brackets, more than tensors need")
@@ -76,11 +77,19 @@ class Shard:
             with self._path.open("rb", buffering=0) as file:
                 for number, part in enumerate(parts):
                     _fill(file.fileno(), part, place + number * num * inner)
+                if _version(file.fileno()) != self._version:  # offsets are the other one's, or half is
+                    raise EOFError("the file was changed during the build")
         except (OSError, EOFError) as error:
             message = f"{self._path}: cannot read {name} ({one_line(error)})"
             raise Refused("damaged", name, message=message, way_out="download it again") from None
         numbers = content.view(-1).view(dtype)
         return numbers.view(*sizes[:dim], last - begin, *sizes[dim + 1 :]) if shape else numbers.view(())
+
+
+def _version(file: int) -> tuple[int, int]:
+    """Of an open file: another one that takes its place is younger."""
+    status = os.fstat(file)
+    return status.st_size, status.st_mtime_ns
 
 
 def _fill(file: int, target: torch.Tensor, place: int) -> None:
