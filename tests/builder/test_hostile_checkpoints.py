@@ -247,6 +247,16 @@ def test_a_config_that_becomes_gigabytes_is_read(attempt: Callable[..., str], tm
     assert f"bytes, at most {2**24} are read" in attempt(source)
 
 
+@pytest.mark.parametrize("part", ["[]", "{}"])
+def test_an_index_of_60_megabytes_becomes_gigabytes(
+    part: str, attempt: Callable[..., str], tmp_path: Path
+) -> None:
+    source = checkpoints.make("qwen3_5", tmp_path / "source")
+    parts = ",".join([part] * 2**16)
+    (source / "model.safetensors.index.json").write_text(f'{{"weight_map": {{}}, "metadata": [{parts}]}}')
+    assert f"index.json has {2**16 + 3} brackets, at most {2**16} are read" in attempt(source)
+
+
 @pytest.mark.parametrize(
     ("template", "reason"),
     [
