@@ -69,6 +69,13 @@ TENSORS = [  # writer, config, what is done to the tensors, what is said
     (BLOCK, FP8, without("weight"), "X.weight_scale_inv needs X.weight beside it"),
     (BLOCK, FP8, without("weight_scale_inv"), "X.weight is F8_E4M3 and has no scales beside it"),
     (quantised.packed(4, 32), W4, without("weight_scale"), "needs X.weight_scale beside it"),
+    (
+        quantised.packed(4, 32, symmetric=False),
+        ASYM,
+        without("weight_zero_point"),
+        "symmetric is false, but X has no weight_zero_point",
+    ),
+    (ZEROS, W8, without("weight_zero_point"), "symmetric is false, but X has no weight_zero_point"),
     (quantised.gptq(4, 32), GPTQ, without("scales"), "needs X.scales beside it"),
     (quantised.gptq(4, 32), GPTQ, without("qweight"), "tensors g_idx, qzeros, scales, of no format"),
     (
