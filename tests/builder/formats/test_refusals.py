@@ -355,3 +355,13 @@ def test_lists_of_modules_decide_nothing(alone: Callable[..., Checkpoint]) -> No
     assert quantised_.layout is not None
     plain = alone({"weight": torch.zeros(SIZE)}, FP8 | {"modules_to_not_convert": []})
     assert plain.matrix("X.weight", *SIZE).layout is None
+
+
+def test_a_block_of_a_million_rows_takes_memory_for_them(alone: Callable[..., Checkpoint]) -> None:
+    """8 TB for a matrix of 64 rows."""
+    tensors = tensors_of(quantised.fp8_block((64, 32)))
+    read = [
+        alone(tensors, FP8 | {"weight_block_size": [height, 32]}).matrix("X.weight", *SIZE).read()
+        for height in (64, 2**40)
+    ]
+    assert torch.equal(*read)
