@@ -256,10 +256,8 @@ def test_a_tokenizer_of_64_megabytes_takes_gigabytes(part: str, num: int, said: 
     """Its library makes up to ninety bytes of each."""
     source = checkpoints.make("qwen3_5", tmp_path / "source")
     path = source / "tokenizer.json"
-    parts = ",".join([part] * (num + 1))
-    path.write_text(
-        f'{path.read_text().rstrip()[:-1]}, "normalizer": {{"type": "Sequence", "x": [{parts}]}}}}'
-    )
+    bomb = f'"normalizer": {{"type": "Sequence", "x": [{",".join([part] * (num + 1))}]}}'
+    path.write_text(f"{path.read_text().rstrip()[:-1]}, {bomb}}}")
     with pytest.raises(Refused, match=rf"it has \d+ times {said}, at most {num} are read"):
         Text(source)
     with pytest.raises(Refused, match=rf"it has \d+ times {said}, at most {num} are read"):
