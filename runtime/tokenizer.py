@@ -24,8 +24,8 @@ GROWTH = {
 }  # fmt: skip
 MAX_GROWTH = 64  # by all steps of a kind
 MAX_AROUND = 2**12  # ids and their characters that one step puts around each text
-# Of tokenizer.json: the library takes up to 300 and 1,400 bytes of memory for each. The largest known has some 1.5
-# million commas and 10,000 braces.
+# Of tokenizer.json: the library takes up to 300 and 1,400 bytes of memory for each. The largest known has
+# some 1.5 million commas and 10,000 braces.
 MAX_COMMAS, MAX_BRACES = 2**22, 2**17
 MAX_TOKEN = 2**12  # characters of one token, which an answer may repeat; the longest known have some 500
 STEPS = ("normalizers", "pretokenizers", "processors", "decoders")  # of a sequence
