@@ -286,6 +286,16 @@ def test_code_that_a_config_names_is_not_run_and_that_is_said(
     assert not (tmp_path / "made").exists()
 
 
+@pytest.mark.parametrize("shape", [[0, 2**64 - 1], [2**60, 0, 2**60]])
+def test_sizes_that_torch_cannot_multiply_are_a_traceback(shape: list[int], tmp_path: Path) -> None:
+    """Beside a zero any size is right to safetensors."""
+    header = json.dumps({"X.weight_shape": {"dtype": "I64", "shape": shape, "data_offsets": [0, 0]}}).encode()
+    folder = folder_with(tmp_path / "odd", {})
+    (folder / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
+    with pytest.raises(Refused, match=r"X.weight_shape is described as no writer does"):
+        Checkpoint(folder)
+
+
 def test_a_file_that_is_cut_before_it_is_read_gives_what_was_in_memory(tmp_path: Path) -> None:
     lazy = Checkpoint(folder_with(tmp_path / "cut", {"w": torch.ones(8, 4)})).tensor("w", 8, 4)
     path = tmp_path / "cut" / "model.safetensors"

@@ -195,6 +195,7 @@ ENTRIES: dict[str, Callable[[dict[str, Any]], object]] = {  # what safetensors r
     "a list": lambda entry: [entry["dtype"], entry["shape"], entry["data_offsets"]],
     "more": lambda entry: entry | {"x": [[]], "name": ESCAPE},
     "gigabytes": lambda entry: entry | {"x": [[]] * 2**16},
+    "a dtype that is an object": lambda entry: entry | {"dtype": {entry["dtype"]: None}},
     "another dtype": lambda entry: entry | {"dtype": "C64"},
 }
 
