@@ -31,6 +31,7 @@ MAX_LAYERS = MAX_HEADS = MAX_HEAD_DIM = 2**12
 MAX_EXPERTS = 2**17  # of all layers: each takes some 20 kB before a weight is read
 MAX_JSON = 2**24  # bytes of a JSON file, of which objects take up to fifty times as many
 MAX_INDEX = 2**26  # of an index: 400,000 tensors have 40 MB, the largest known 10
+MAX_BRACKETS = 2**16  # of an index, which needs three: lists of nothing take fifty times their bytes
 INFINITIES = ("Infinity", "-Infinity")
 
 
@@ -296,7 +297,14 @@ def _stack_spellings(stem: str, end: str) -> tuple[str, ...]:
 def _read_index(folder: Path) -> dict[str, str]:
     """Tensor name -> file name, where an index says so."""
     index = file_in(folder, INDEX)
-    return Config(read_json(index), str(index)).read("weight_map", dict[str, str]) if index else {}
+    if index is None:
+        return {}
+    json_file.check_size(index, "download it again", MAX_INDEX)
+    text = index.read_bytes()
+    if (num := text.count(b"[") + text.count(b"{")) > MAX_BRACKETS:
+        message = f"{index} has {num} brackets, at most {MAX_BRACKETS} are read"
+        raise Refused("too_long", message=message, way_out="download it again")
+    return Config(read_json(index), str(index)).read("weight_map", dict[str, str])
 
 
 def shard_names(folder: Path) -> list[str]:

@@ -14,6 +14,7 @@ from rich.table import Table
 from hemiola.builder.options import Options
 from hemiola.runtime.cli.command import Version, new_app, run_command
 from hemiola.runtime.cli.options import made, options_of, takes
+from hemiola.runtime.errors import one_line
 from hemiola.runtime.progress import show, size
 
 if TYPE_CHECKING:  # torch takes seconds; --help should not
@@ -37,7 +38,7 @@ def build_engine(
     chosen = made(Options, options)
     with ends_in_one_line(engine_dir) as came:
         manifest = _build(checkpoint, engine_dir, chosen, came)
-    Console().print(summary(manifest, engine_dir))
+    Console(markup=False, emoji=False).print(summary(manifest, engine_dir))
 
 
 class ToldToEnd(KeyboardInterrupt):
@@ -88,7 +89,7 @@ def summary(manifest: "Manifest", engine_dir: Path) -> Table:
     from hemiola.runtime.config import state_bytes
 
     limits = manifest.limits
-    table = Table(title=str(engine_dir), show_header=False, title_justify="left")
+    table = Table(title=one_line(engine_dir), show_header=False, title_justify="left")
     kinds = {kind: manifest.layers.count(kind) for kind in dict.fromkeys(manifest.layers)}
     table.add_row("model", manifest.architecture)
     table.add_row("layers", ", ".join(f"{count} {kind}" for kind, count in kinds.items()))

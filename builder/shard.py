@@ -5,6 +5,7 @@ import os
 from collections.abc import Iterable
 from math import prod
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -20,6 +21,7 @@ DTYPES = {
 
 KEYS = ("dtype", "shape", "data_offsets")
 MAX_HEADER = 2**27  # bytes; safetensors reads less
+MAX_SIZE = 2**56  # numbers of a tensor
 OTHER_BRACKETS = 2**16  # of a header's metadata; an empty list takes thirty times its bytes
 
 
@@ -32,14 +34,15 @@ class Shard:
             with path.open("rb") as file:
                 header_len = int.from_bytes(file.read(8), "little")
                 text = file.read(min(header_len, MAX_HEADER))
+                self._version = _version(file.fileno())
             num_brackets = text.count(b"[") + text.count(b"{")
             if num_brackets > 3 * text.count(b'"data_offsets"') + OTHER_BRACKETS:
                 raise SafetensorError(f"its header has {num_brackets} brackets, more than tensors need")
             with safe_open(path, framework="pt"):
                 header = json.loads(text)
             header.pop("__metadata__", None)
-            if not all(isinstance(entry, dict) for entry in header.values()):
-                raise SafetensorError("a tensor is described by a list")  # which safetensors reads, too
+            if odd := [name for name, entry in header.items() if not _is_usual(entry)]:
+                raise SafetensorError(f"{odd[0]} is described as no writer does")
             self._header = {name: {key: entry[key] for key in KEYS} for name, entry in header.items()}
         except (SafetensorError, OSError) as error:
             message = f"{path} is not a complete safetensors file ({one_line(error)})"
@@ -76,11 +79,27 @@ class Shard:
             with self._path.open("rb", buffering=0) as file:
                 for number, part in enumerate(parts):
                     _fill(file.fileno(), part, place + number * num * inner)
+                if _version(file.fileno()) != self._version:  # offsets are the other one's, or half is
+                    raise EOFError("the file was changed during the build")
         except (OSError, EOFError) as error:
             message = f"{self._path}: cannot read {name} ({one_line(error)})"
             raise Refused("damaged", name, message=message, way_out="download it again") from None
         numbers = content.view(-1).view(dtype)
         return numbers.view(*sizes[:dim], last - begin, *sizes[dim + 1 :]) if shape else numbers.view(())
+
+
+def _is_usual(entry: Any) -> bool:
+    """safetensors reads tensors that are lists, dtypes that are objects, and sizes beside a zero that are no
+    numbers of torch's."""
+    if not isinstance(entry, dict) or not isinstance(entry["dtype"], str):
+        return False
+    return prod(max(size, 1) for size in entry["shape"]) < MAX_SIZE
+
+
+def _version(file: int) -> tuple[int, int]:
+    """Of an open file: another one that takes its place is younger."""
+    status = os.fstat(file)
+    return status.st_size, status.st_mtime_ns
 
 
 def _fill(file: int, target: torch.Tensor, place: int) -> None:

@@ -4,12 +4,10 @@ import shutil
 import sys
 from pathlib import Path
 
-from tokenizers import Tokenizer
-
 from hemiola.builder.checkpoint import TOKENIZER_FILES, file_in, read_json
 from hemiola.runtime.errors import Refused, one_line
 from hemiola.runtime.json_file import check_size
-from hemiola.runtime.tokenizer import FILES, check_growth, panics_as_errors
+from hemiola.runtime.tokenizer import FILES, checked_tokenizer, panics_as_errors
 
 
 def check_tokenizer(folder: Path, vocab_size: int) -> bool:
@@ -27,9 +25,7 @@ def check_tokenizer(folder: Path, vocab_size: int) -> bool:
         return False
     try:
         with panics_as_errors():
-            tokenizer = Tokenizer.from_file(str(path))
-            check_growth(tokenizer)
-            ids = tokenizer.get_vocab(with_added_tokens=True).values()
+            ids = checked_tokenizer(path).get_vocab(with_added_tokens=True).values()
     except Exception as error:  # tokenizers raises nothing narrower
         message = f"{path} is not a tokenizer ({one_line(error)})"
         raise Refused("damaged", message=message, way_out="download it again") from None

@@ -27,6 +27,7 @@ from hemiola.runtime.device.memory import CPU, Storage, close_all, give_back
 from hemiola.runtime.device.session import Session
 from hemiola.runtime.device.windows import Windows
 from hemiola.runtime.errors import Refused, counted
+from hemiola.runtime.outline import check_same
 from hemiola.runtime.progress import Report, silent
 from hemiola.runtime.same_bits import SameBits
 from hemiola.runtime.schedule.loop import Loop
@@ -189,6 +190,7 @@ def _open_loop(
     held.callback(storage.close)
     session = Session(engine_dir, manifest, storage, config.drafts, report, group)
     held.callback(session.close)
+    check_same(engine_dir, manifest.identity)
     cost, identity = prefix_cost(manifest), manifest.identity
     ends = {"device": device, "held": held, "report": report, "followers": followers}
     loop = make_loop(config, storage, session, text, cost, identity, **ends)

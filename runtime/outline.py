@@ -182,6 +182,13 @@ def read(path: Path) -> ManifestFile:
     return ManifestFile(path, text, content)
 
 
+def check_same(engine_dir: Path, identity: str) -> None:
+    """A build may have put another engine there while the files of this one were read."""
+    if read(find(engine_dir)).content.get("identity") != identity:
+        message = f"{engine_dir} became another engine while it was opened"
+        raise Refused("in_use", message=message, way_out="open it again")
+
+
 def validated(kind: type[Kind], stored: ManifestFile) -> Kind:
     """The fields of `kind`, without a look at the files that they name."""
     try:

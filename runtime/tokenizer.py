@@ -24,6 +24,9 @@ GROWTH = {
 }  # fmt: skip
 MAX_GROWTH = 64  # by all steps of a kind
 MAX_AROUND = 2**12  # ids and their characters that one step puts around each text
+# Of tokenizer.json: the library takes up to 300 and 1,400 bytes of memory for each. The largest known has
+# some 1.5 million commas and 10,000 braces.
+MAX_COMMAS, MAX_BRACES = 2**22, 2**17
 MAX_TOKEN = 2**12  # characters of one token, which an answer may repeat; the longest known have some 500
 STEPS = ("normalizers", "pretokenizers", "processors", "decoders")  # of a sequence
 
@@ -39,7 +42,18 @@ def panics_as_errors() -> Iterator[None]:
         raise RuntimeError(one_line(error)) from None
 
 
-def check_growth(tokenizer: Tokenizer) -> None:
+def checked_tokenizer(path: Path) -> Tokenizer:
+    """As it stands in its file. Raises ValueError for one that would take gigabytes."""
+    text = path.read_bytes()
+    for sign, most in ((b",", MAX_COMMAS), (b"{", MAX_BRACES)):
+        if (num := text.count(sign)) > most:
+            raise ValueError(f"it has {num} times {sign.decode()!r}, at most {most} are read")
+    tokenizer: Tokenizer = Tokenizer.from_file(str(path))
+    _check_growth(tokenizer)
+    return tokenizer
+
+
+def _check_growth(tokenizer: Tokenizer) -> None:
     """Raises ValueError where the steps of a kind make far more of a text than it is: seven that write ten
     letters for one make ten million. So do long tokens, and many ids around each text."""
     kinds = ("normalizer", "pre_tokenizer", "post_processor", "decoder")
@@ -96,8 +110,7 @@ def read_tokenizer(path: Path) -> Tokenizer:
 
     Marks of thoughts and tool calls become text: `decode` drops special tokens.
     """
-    tokenizer: Tokenizer = Tokenizer.from_file(str(path))
-    check_growth(tokenizer)
+    tokenizer = checked_tokenizer(path)
     if any(
         token.special and token.content in MARKS for token in tokenizer.get_added_tokens_decoder().values()
     ):

@@ -68,4 +68,7 @@ def _confirmed(module: Module, declared: Declared, known: Format) -> LazyGroup:
             f" {group.layout.kind}"
         )
         raise Refused("conflict", module.name, message=message, way_out="correct one of them")
+    if declared.asymmetric and "zeros" not in group.layout.others:
+        message = f"{declared.where}: symmetric is false, but {module.name} has no weight_zero_point"
+        raise Refused("conflict", module.name, message=message, way_out="download it again")
     return group

@@ -39,6 +39,7 @@ class Declared(NamedTuple):
     group_sizes: frozenset[int] = frozenset()
     block: tuple[int, int] = (128, 128)  # outputs, inputs
     symmetric: bool = False  # codes have one zero point, their middle
+    asymmetric: bool = False  # all of them have zero points of their own
     inputs: frozenset[str] = frozenset()  # of FP8 weights, as formats/inputs.py reads them; "": wide ones
     zero_version: int = 0  # of GPTQ's zero points: 1, 2, or 0 where nobody says
 
@@ -85,6 +86,7 @@ def read_declared(
         frozenset(size for each in declared for size in _group_sizes(each)),
         _block(inside),
         _symmetric(inside),
+        _asymmetric(inside),
         frozenset(each_of for each in declared for each_of in inputs_of(each)),
         _zero_version(method, inside),
     )
@@ -254,6 +256,12 @@ def _block(declared: dict[str, Any]) -> tuple[int, int]:
 
 def _symmetric(declared: dict[str, Any]) -> bool:
     return declared.get("sym") is True
+
+
+def _asymmetric(declared: dict[str, Any]) -> bool:
+    """As compressed-tensors says it. Others refuse codes without zero points by themselves."""
+    groups = (declared.get("config_groups") or {}).values()
+    return bool(groups) and all((group.get("weights") or {}).get("symmetric") is False for group in groups)
 
 
 def _zero_version(method: str, declared: dict[str, Any]) -> int:

@@ -45,8 +45,8 @@ def in_blocks(module: Module, scales: Stored, block: tuple[int, int]) -> LazyGro
     """[ceil(O / height), ceil(F / width)] scales, or ModelOpt's [.., 1, .., 1]."""
     weight, kind = _weight(module)
     scales.require(*FLOATS)
-    height, width = block
     num_outputs, num_inputs = module.shape
+    height, width = min(block[0], num_outputs), block[1]  # configs may say any number
     grid = (-(-num_outputs // height), -(-num_inputs // width))
     if scales.shape != (grid[0], 1, grid[1], 1):
         scales.require_shape(*grid)

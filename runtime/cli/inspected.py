@@ -13,6 +13,7 @@ from hemiola.runtime.arch import ARCHS, split
 from hemiola.runtime.cli.graph_plot import spans
 from hemiola.runtime.cli.stored_weights import stored_weights
 from hemiola.runtime.config import ENDLESS, Resolved, ServeConfig, resolve, state_bytes
+from hemiola.runtime.errors import one_line
 from hemiola.runtime.manifest import Manifest
 from hemiola.runtime.manifest_parts import Segment
 from hemiola.runtime.progress import size
@@ -44,7 +45,7 @@ def show(engine_dir: Path, engine: Manifest, config: ServeConfig) -> None:
 
 def facts(engine_dir: Path, engine: Manifest) -> Table:
     """One line each."""
-    table = Table(title=str(engine_dir), show_header=False)
+    table = Table(title=one_line(engine_dir), show_header=False)
     kinds = ", ".join(f"{count} {kind}" for kind, count in Counter(engine.layers).items())
     files, ranks = engine.weights_files(0), f"{engine.tp}, each with its part of heads, widths and vocabulary"
     page_bytes = state_bytes(engine.states, "page")

@@ -34,6 +34,7 @@ from hemiola.runtime.device.session import Session
 from hemiola.runtime.device.transfer import fence, fetch
 from hemiola.runtime.device.windows import Windows
 from hemiola.runtime.errors import Refused, one_line
+from hemiola.runtime.outline import check_same
 from hemiola.runtime.step.record import Move, StepRecord, unpacked
 from hemiola.runtime.step.steps import AllSteps, make_steps
 
@@ -197,6 +198,7 @@ def _open(engine_dir: Path, memory: SharedMemory, rank: int, heard: TextIO, said
     group = memory.group(rank) if device.type == "cpu" else _joined(memory, rank, device, heard, said)
     storage = Storage(manifest.states, config.num_pages, config.num_slots, device=device)
     session = Session(engine_dir, manifest, storage, config.drafts, group=group)
+    check_same(engine_dir, manifest.identity)
     pages = PageReplica(config.num_slots, widths(config, "trunk")["W"])
     steps = make_steps(config, storage, session, pages, device, ExitStack())
     num_bytes = config.host_cache_bytes

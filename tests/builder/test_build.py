@@ -21,6 +21,8 @@ from tokenizers import Tokenizer
 
 from hemiola.builder import build, cli, place
 from hemiola.runtime import manifest, progress
+from hemiola.runtime.cli import inspected
+from hemiola.runtime.config import ServeConfig
 from hemiola.runtime.errors import Refused
 from hemiola.runtime.outline import Limits
 
@@ -561,6 +563,25 @@ def refused(run: Callable, source: Path, tmp_path: Path, options: list[str], wor
     assert all(word in err for word in words), err
     assert ";" in err, f"no way out in: {err}"
     assert not any((tmp_path / "engines").iterdir())
+
+
+def test_brackets_or_bytes_in_the_name_of_a_folder_end_a_command_with_a_traceback(
+    tiny_engine: Get,
+    run: Callable,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture,
+) -> None:
+    """An engine was made, and could not be shown: the ones are markup, the others no text."""
+    monkeypatch.chdir(tmp_path)
+    Path("[").mkdir()
+    (engine := Path("[/red]\udcff")).symlink_to(tiny_engine("qwen3_5"))
+    found = manifest.load(engine)
+    monkeypatch.setattr(cli, "_build", lambda *_: found)
+    code, out, err = run("source", "--engine-dir", engine)
+    assert (code, err) == (0, "") and "[/red]\ufffd" in out
+    inspected.show(engine, found, ServeConfig())
+    assert "[/red]\ufffd" in capsys.readouterr().out
 
 
 def test_a_change_in_any_file_of_an_engine_is_found(tiny_engine: Get, tmp_path: Path) -> None:

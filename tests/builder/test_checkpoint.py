@@ -286,10 +286,40 @@ def test_code_that_a_config_names_is_not_run_and_that_is_said(
     assert not (tmp_path / "made").exists()
 
 
+@pytest.mark.parametrize("shape", [[0, 2**64 - 1], [2**60, 0, 2**60]])
+def test_sizes_that_torch_cannot_multiply_are_a_traceback(shape: list[int], tmp_path: Path) -> None:
+    """Beside a zero any size is right to safetensors."""
+    header = json.dumps({"X.weight_shape": {"dtype": "I64", "shape": shape, "data_offsets": [0, 0]}}).encode()
+    folder = folder_with(tmp_path / "odd", {})
+    (folder / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
+    with pytest.raises(Refused, match=r"X.weight_shape is described as no writer does"):
+        Checkpoint(folder)
+
+
 def test_a_file_that_is_cut_before_it_is_read_gives_what_was_in_memory(tmp_path: Path) -> None:
     lazy = Checkpoint(folder_with(tmp_path / "cut", {"w": torch.ones(8, 4)})).tensor("w", 8, 4)
     path = tmp_path / "cut" / "model.safetensors"
     os.truncate(path, path.stat().st_size - 4)
-    assert lazy.read(0, 7).eq(1).all()
+    with pytest.raises(Refused, match=r"cannot read w \(the file was changed during the build\)"):
+        lazy.read(0, 7)
     with pytest.raises(Refused, match=r"cannot read w \(the file ends before it\)"):
         lazy.read()
+
+
+@pytest.mark.parametrize("is_in_place", [True, False])
+def test_a_checkpoint_that_is_saved_again_during_a_build_gives_weights_of_both(
+    is_in_place: bool, tmp_path: Path
+) -> None:
+    """Of the same names and sizes, as a training saves them over and over."""
+    lazy = Checkpoint(folder_with(tmp_path / "saved", {"w": torch.ones(8, 4)})).tensor("w", 8, 4)
+    path = tmp_path / "saved" / "model.safetensors"
+    assert lazy.read(0, 4).eq(1).all()
+    other = folder_with(tmp_path / "other", {"w": torch.zeros(8, 4)}) / "model.safetensors"
+    os.utime(other, ns=(0, path.stat().st_mtime_ns + 10**9))
+    if is_in_place:
+        path.write_bytes(other.read_bytes())
+        os.utime(path, ns=(0, other.stat().st_mtime_ns))
+    else:
+        other.rename(path)
+    with pytest.raises(Refused, match=r"cannot read w \(the file was changed during the build\)"):
+        lazy.read(4, 8)

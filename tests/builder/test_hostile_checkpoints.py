@@ -195,6 +195,7 @@ ENTRIES: dict[str, Callable[[dict[str, Any]], object]] = {  # what safetensors r
     "a list": lambda entry: [entry["dtype"], entry["shape"], entry["data_offsets"]],
     "more": lambda entry: entry | {"x": [[]], "name": ESCAPE},
     "gigabytes": lambda entry: entry | {"x": [[]] * 2**16},
+    "a dtype that is an object": lambda entry: entry | {"dtype": {entry["dtype"]: None}},
     "another dtype": lambda entry: entry | {"dtype": "C64"},
 }
 
@@ -245,6 +246,16 @@ def test_a_config_that_becomes_gigabytes_is_read(attempt: Callable[..., str], tm
     with (source / "config.json").open("ab") as file:
         file.write(b" " * 2**24)
     assert f"bytes, at most {2**24} are read" in attempt(source)
+
+
+@pytest.mark.parametrize("part", ["[]", "{}"])
+def test_an_index_of_60_megabytes_becomes_gigabytes(
+    part: str, attempt: Callable[..., str], tmp_path: Path
+) -> None:
+    source = checkpoints.make("qwen3_5", tmp_path / "source")
+    parts = ",".join([part] * 2**16)
+    (source / "model.safetensors.index.json").write_text(f'{{"weight_map": {{}}, "metadata": [{parts}]}}')
+    assert f"index.json has {2**16 + 3} brackets, at most {2**16} are read" in attempt(source)
 
 
 @pytest.mark.parametrize(

@@ -20,6 +20,8 @@ from safetensors.torch import load_file, save_file
 
 from hemiola.runtime import manifest
 from hemiola.runtime.api import SamplingParams
+from hemiola.runtime.device import session
+from hemiola.runtime.device.session import load_weights
 from hemiola.runtime.errors import Refused
 from hemiola.runtime.llm import LLM
 from hemiola.runtime.manifest import FILE, Manifest
@@ -287,6 +289,28 @@ def test_a_program_that_few_requests_need_is_read_when_one_comes(stranger: Stran
         (stranger.dir / "trunk.jsonl").write_text("")
         (output,) = llm.generate([[5, 6, 7]], SamplingParams(max_tokens=1, prompt_logprobs=0))
         assert output.prompt_logprobs is not None
+
+
+def test_an_engine_that_is_replaced_while_it_is_opened_runs_with_weights_of_another(
+    stranger: Stranger, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its identity, by which files of prefixes and other engines know its bits, would be the first one's."""
+    replaced = stranger.dir.with_name("other")
+    stranger.change("weights.safetensors", lambda data: data[:-64] + bytes(64))
+    assert stranger.sign() is None
+    stranger.dir.rename(replaced)
+    stranger.reset()
+
+    def read_later(*given: Any, **more: Any) -> dict[str, torch.Tensor]:
+        if replaced.exists():
+            shutil.rmtree(stranger.dir)
+            replaced.rename(stranger.dir)
+        return load_weights(*given, **more)
+
+    monkeypatch.setattr(session, "load_weights", read_later)
+    with pytest.raises(Refused, match=r"engine became another engine while it was opened; open it again"):
+        LLM(stranger.dir, drafts="none")
+    LLM(stranger.dir, drafts="none").close()
 
 
 HEADERS: dict[str, Callable[[dict[str, Any], str], object]] = {

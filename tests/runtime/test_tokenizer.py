@@ -251,6 +251,19 @@ def test_ids_around_a_text_take_gigabytes(num_ids: int, marks: list[str], tmp_pa
         Text(source)
 
 
+@pytest.mark.parametrize(("part", "num", "said"), [("0", 2**22, "','"), ('{"type":"NFC"}', 2**17, "'{'")])
+def test_a_tokenizer_of_64_megabytes_takes_gigabytes(part: str, num: int, said: str, tmp_path: Path) -> None:
+    """Its library makes up to ninety bytes of each."""
+    source = checkpoints.make("qwen3_5", tmp_path / "source")
+    path = source / "tokenizer.json"
+    bomb = f'"normalizer": {{"type": "Sequence", "x": [{",".join([part] * (num + 1))}]}}'
+    path.write_text(f"{path.read_text().rstrip()[:-1]}, {bomb}}}")
+    with pytest.raises(Refused, match=rf"it has \d+ times {said}, at most {num} are read"):
+        Text(source)
+    with pytest.raises(Refused, match=rf"it has \d+ times {said}, at most {num} are read"):
+        check_tokenizer(source, 2**20)
+
+
 def test_a_token_of_megabytes_is_repeated_by_an_answer(tmp_path: Path) -> None:
     tokenizer = byte_level()
     tokenizer.add_tokens(["x" * 5000])

@@ -69,6 +69,13 @@ TENSORS = [  # writer, config, what is done to the tensors, what is said
     (BLOCK, FP8, without("weight"), "X.weight_scale_inv needs X.weight beside it"),
     (BLOCK, FP8, without("weight_scale_inv"), "X.weight is F8_E4M3 and has no scales beside it"),
     (quantised.packed(4, 32), W4, without("weight_scale"), "needs X.weight_scale beside it"),
+    (
+        quantised.packed(4, 32, symmetric=False),
+        ASYM,
+        without("weight_zero_point"),
+        "symmetric is false, but X has no weight_zero_point",
+    ),
+    (ZEROS, W8, without("weight_zero_point"), "symmetric is false, but X has no weight_zero_point"),
     (quantised.gptq(4, 32), GPTQ, without("scales"), "needs X.scales beside it"),
     (quantised.gptq(4, 32), GPTQ, without("qweight"), "tensors g_idx, qzeros, scales, of no format"),
     (
@@ -348,3 +355,13 @@ def test_lists_of_modules_decide_nothing(alone: Callable[..., Checkpoint]) -> No
     assert quantised_.layout is not None
     plain = alone({"weight": torch.zeros(SIZE)}, FP8 | {"modules_to_not_convert": []})
     assert plain.matrix("X.weight", *SIZE).layout is None
+
+
+def test_a_block_of_a_million_rows_takes_memory_for_them(alone: Callable[..., Checkpoint]) -> None:
+    """8 TB for a matrix of 64 rows."""
+    tensors = tensors_of(quantised.fp8_block((64, 32)))
+    read = [
+        alone(tensors, FP8 | {"weight_block_size": [height, 32]}).matrix("X.weight", *SIZE).read()
+        for height in (64, 2**40)
+    ]
+    assert torch.equal(*read)

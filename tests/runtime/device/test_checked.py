@@ -10,7 +10,9 @@ import pytest
 import torch
 from safetensors import safe_open
 
+from hemiola.plugins import OPS
 from hemiola.plugins.ranks import words_of
+from hemiola.plugins.spec import INT
 from hemiola.runtime import manifest
 from hemiola.runtime.device.checked import MOST_PARTS, SHAPES, check_program
 from hemiola.runtime.device.program import load_program
@@ -60,19 +62,23 @@ class Trunk:
         )
         return self.manifest.model_copy(update={"states": states})
 
-    def check(self, changed: Manifest | None = None) -> None:
+    def check(self, changed: Manifest | None = None, mine: torch.Tensor | None = None) -> None:
+        """mine: a weight behind all others."""
         whole = changed or self.manifest
         segment = whole.segment("trunk")
         self.path.write_text("\n".join(map(json.dumps, self.lines)))
         states = {s.name: torch.empty((4, *s.shape), dtype=getattr(torch, s.dtype)) for s in whole.states}
         with safe_open(self.dir / whole.weights_file, "pt") as file:
             bound = [file.get_tensor(name) for name in segment.weights]
+        if mine is not None:
+            segment = segment.model_copy(update={"weights": (*segment.weights, "mine")})
+            bound.append(mine)
         bound += [states[name] for name in segment.states]
         check_program(load_program(self.path), segment, bound, whole, "cpu")
 
-    def refused(self, said: str, changed: Manifest | None = None) -> None:
+    def refused(self, said: str, changed: Manifest | None = None, mine: torch.Tensor | None = None) -> None:
         with pytest.raises(Refused, match=f"does not fit together .*{said}.*; run build-engine again$"):
-            self.check(changed)
+            self.check(changed, mine)
 
 
 @pytest.fixture
@@ -354,6 +360,26 @@ def test_arguments_that_are_no_tensors_are_refused(
 def test_parts_that_do_not_fit_are_not_joined(other: Any) -> None:
     with pytest.raises(ValueError, match=r"is joined to|no list of tensors"):
         SHAPES[torch.ops.aten.cat.default]([X, other], 0)
+
+
+INDICES = {"rows": (3, 8), "page_table": (3, 5), "positions": (7,), "token_ids": (7,), "expert_ids": (7, 2)}
+TAKERS = [(op.name, place) for op in OPS.values() for place, arg in enumerate(op.args) if arg.dtypes == INT]
+
+
+@pytest.mark.parametrize(("op", "place"), TAKERS)
+def test_numbers_of_a_file_are_taken_for_slots_pages_or_tokens(
+    op: str, place: int, trunk: Trunk, qwen: Trunk
+) -> None:
+    """A weight of integers: kernels would read and write where a stranger's file says."""
+    changed = next(
+        each for each in (trunk, qwen) if f"hemiola.{op}.default" in (line[1] for line in each.lines)
+    )
+    name = OPS[op].args[place].name
+    mine = torch.zeros(INDICES[name], dtype=torch.int32)
+    changed.lines[changed.call(op)][2][place] = {"node": "mine"}
+    behind = len(changed.manifest.segment("trunk").weights)
+    changed.lines.insert(behind, ["mine", "", [], {"dtype": "int32"}, [*mine.shape]])
+    changed.refused(f"{op}.* has mine for its {name}", mine=mine)
 
 
 def test_a_weight_is_taken_for_the_addresses_of_ranks(
