@@ -8,7 +8,6 @@ import shutil
 import tempfile
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
-from itertools import count
 from pathlib import Path
 
 from hemiola.builder.checkpoint import read_json
@@ -19,6 +18,7 @@ from hemiola.runtime.outline import FILE
 WORKSHOP = ".building-"  # behind an engine directory's name
 NEW = "new"  # an engine that is being built
 OLD = "old"  # an engine that stood there before, for a moment
+TAKEN = errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR  # what stands at a name to which a folder is renamed
 NO_MEMORY = (
     "allocate memory",
     "bad_alloc",
@@ -101,9 +101,16 @@ def fresh(engine_dir: Path) -> Iterator[Path]:
 
 def _kept(folder: Path, engine_dir: Path, error: Refused | OSError) -> Refused:
     """An engine that was built in hours is not thrown away because its place is taken: it stays beside it."""
-    places = (engine_dir.with_name(f"{engine_dir.name}.built-{number}") for number in count(1))
-    beside = next(path for path in places if not os.path.lexists(path))
-    folder.rename(beside)
+    number = 1
+    while True:
+        beside = engine_dir.with_name(f"{engine_dir.name}.built-{number}")
+        try:
+            folder.rename(beside)
+            break
+        except OSError as problem:
+            if problem.errno not in TAKEN:
+                raise
+        number += 1
     why = str(error) if isinstance(error, Refused) else f"{engine_dir} cannot be replaced ({error.strerror})"
     way_out = f"make room there and move {beside} to {engine_dir}"
     message = f"the engine is built, but {why.partition('; ')[0]}"

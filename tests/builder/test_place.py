@@ -43,6 +43,25 @@ def test_a_finished_engine_whose_place_was_taken_meanwhile_is_thrown_away(engine
     assert [(engine.parent / name / "manifest.json").read_text() for name in names[1:]] == ["1", "2"]
 
 
+def test_builds_that_lose_their_place_at_once_want_one_name_and_an_engine_is_thrown_away(
+    engine: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rename, other = Path.rename, engine.with_name("engine.built-1")
+
+    def late(self: Path, target: Path) -> Path:
+        if target == other:  # another build's comes at this moment
+            other.mkdir()
+            (other / "manifest.json").write_text("{}")
+        return rename(self, target)
+
+    with pytest.raises(Refused, match="built-2"), place.fresh(engine) as folder:
+        (folder / "manifest.json").write_text("mine")
+        engine.write_text("a file")
+        monkeypatch.setattr(Path, "rename", late)
+    assert (other / "manifest.json").read_text() == "{}"
+    assert (engine.parent / "engine.built-2/manifest.json").read_text() == "mine"
+
+
 def test_a_finished_engine_that_cannot_be_moved_is_thrown_away(
     engine: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
