@@ -86,14 +86,15 @@ def build(path: Path, engine_dir: Path, options: Options, report: Report = silen
     with fresh(engine_dir) as folder:
         if has_tokenizer:
             copy_tokenizer(origin.folder, folder / "tokenizer")
+        num_kv_heads = model.config.size("num_key_value_heads", 1)
+        # before weights are read, which fails if their file is no longer the one that was hashed
+        write_same_bits(folder, origin.folder, options, num_kv_heads, report)
         job = Job(folder, arch.device, archs, limits, report, options.tp)
         names: list[Name] = ["trunk", "draft"] if drafts == "mtp" else ["trunk"]
         graphs, segments, weights = _compile(ranks, names, target, job)
         kernels = _kernels(graphs, segments, job)
         absent = drawn(weights[0])
         rank_files = _write(weights, absent, folder, report)
-        num_kv_heads = model.config.size("num_key_value_heads", 1)
-        write_same_bits(folder, origin.folder, options, num_kv_heads, report)
         carried = (_hidden(model, limits),) if drafts == "mtp" else ()
         return Manifest(
             format=FORMAT,

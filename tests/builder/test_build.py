@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -19,7 +20,8 @@ from kit.stages import without_stages
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 
-from hemiola.builder import build, cli, place
+from hemiola.builder import build, cli, place, same_bits
+from hemiola.builder.hashes import hash_files
 from hemiola.runtime import manifest, progress
 from hemiola.runtime.cli import inspected
 from hemiola.runtime.config import ServeConfig
@@ -601,6 +603,23 @@ def test_a_change_in_any_file_of_an_engine_is_found(tiny_engine: Get, tmp_path: 
     (engine / "tokenizer/added_tokens.json").write_text("{}")
     with pytest.raises(Refused, match=r"added_tokens.json was not there when the engine was built"):
         manifest.load(engine)
+
+
+def test_a_checkpoint_saved_again_behind_its_hash_has_the_bits_of_another(
+    tiny_checkpoint: Get, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With `--same-bits`, whose hash says who may take this engine's prefixes."""
+    path = Path(shutil.copytree(tiny_checkpoint("qwen3_5"), tmp_path / "checkpoint"))
+
+    def hashed(files: list[Path], *rest: Any) -> list[str]:
+        found = list(hash_files(files, *rest))
+        for file in path.glob("*.safetensors"):
+            os.utime(file, ns=(0, file.stat().st_mtime_ns + 10**9))
+        return found
+
+    monkeypatch.setattr(same_bits, "hash_files", hashed)
+    with pytest.raises(Refused, match="was changed during the build"):
+        build.build(path, tmp_path / "engine", build.Options(same_bits=True, max_len=64))
 
 
 def test_an_occupied_place_is_refused_and_left_alone(
