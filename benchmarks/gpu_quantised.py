@@ -93,6 +93,10 @@ def shape_of(name: str) -> tuple[int, int]:
     return (int(outputs), int(width)) if width else SHAPES[name]
 
 
+def moe_of(layout: Layout) -> Callable[..., torch.Tensor]:
+    return e4m3_moe.moe if layout.inputs else coded_moe.moe
+
+
 def pack_of(layout: Layout) -> Callable[[WeightGroup], torch.Tensor]:
     return pack_lines if layout.inputs else pack_words
 
@@ -211,7 +215,7 @@ def measure(name: str, kind: str, rows: Iterable[int], bandwidth: float, sweep: 
 
 def measure_experts(kind: str, rows: Iterable[int], bandwidth: float, inner: int, sweep: bool) -> None:
     layout = KINDS[kind]
-    run_moe = e4m3_moe.moe if layout.inputs else coded_moe.moe
+    run_moe = moe_of(layout)
     up, down = made(layout, EXPERTS, 2 * inner, WIDTH), made(layout, EXPERTS, WIDTH, inner)
     for num in rows:
         x = torch.randn(num, WIDTH, device="cuda", dtype=torch.bfloat16)
@@ -269,8 +273,7 @@ def calls_of_experts(
         ids = torch.empty(num, SLOTS, dtype=torch.int32, device="meta")
         turn, rest = (x, ids, ids.float()), (*packed, "swiglu", inner, layout, layout)
         for tile in tiles_of_experts(num, layout, "tiles" in modes):
-            run_moe = e4m3_moe.moe if layout.inputs else coded_moe.moe
-            found |= calls_at(run_moe, H200, *turn, *rest, tile=tile)
+            found |= calls_at(moe_of(layout), H200, *turn, *rest, tile=tile)
         found |= calls_at(plain_moe.moe, H200, *turn, *halves, "swiglu")
     return found
 

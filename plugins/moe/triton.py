@@ -22,8 +22,7 @@ def _sort(expert_ids, pairs, tiles, num_pairs, num_tiles, EXPERTS: tl.constexpr,
     lane, bin_ = tl.arange(0, BLOCK), tl.arange(0, BINS)
     counts = tl.zeros((BINS,), tl.int32)
     for first in range(0, num_pairs, BLOCK):
-        id_ = tl.load(expert_ids + first + lane, mask=first + lane < num_pairs, other=-1)
-        known = (id_ >= 0) & (id_ < EXPERTS)
+        id_, known = _ids_of(expert_ids, first + lane, num_pairs, EXPERTS)
         counts += tl.histogram(tl.where(known, id_, 0), BINS, mask=known)
     size = tl.sum(tl.where(bin_ == expert, counts, 0), axis=0)
     place = tl.sum(tl.where(bin_ < expert, counts, 0), axis=0)
