@@ -51,9 +51,18 @@ def read_text(path: Path, way_out: str, most_bytes: int | None = None) -> str:
         raise Refused("malformed", message=message, way_out=f"{way_out}") from None
 
 
-def read_json(path: Path, way_out: str, most_bytes: int | None = None, unique: bool = False) -> Any:
-    """What a file holds. unique: see parse_json."""
+def read_json(
+    path: Path,
+    way_out: str,
+    most_bytes: int | None = None,
+    unique: bool = False,
+    most_brackets: int | None = None,
+) -> Any:
+    """What a file holds. unique: see parse_json. most_brackets: empty lists take fifty times their bytes."""
     text = read_text(path, way_out, most_bytes)
+    if most_brackets is not None and (num := text.count("[") + text.count("{")) > most_brackets:
+        message = f"{path} has {num} brackets, at most {most_brackets} are read"
+        raise Refused("too_long", message=message, way_out=f"{way_out}")
     try:
         return parse_json(text, unique)
     except ValueError as error:
