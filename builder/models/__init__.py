@@ -17,6 +17,7 @@ from hemiola.builder.models.segments import Draft, Parts, Trunk
 from hemiola.plugins.attention.pages import FORMATS
 from hemiola.runtime.errors import Refused, shown
 
+LONGEST_NAME = 80  # of an architecture; a longer one is cut
 FAMILIES = {
     "NemotronHForCausalLM": nemotron_h,
     "Qwen3NextForCausalLM": qwen,
@@ -112,10 +113,9 @@ def refuse_unknown(checkpoint: Checkpoint) -> None:
     """What config.json says alone, without a tensor."""
     architecture = checkpoint.architecture
     if architecture not in FAMILIES:
-        message = (
-            f"{checkpoint.config.where}: architecture {architecture} is not"
-            f" supported{_nearest(architecture, FAMILIES)}"
-        )
+        name = architecture if len(architecture) <= LONGEST_NAME else shown(architecture)
+        nearest = _nearest(architecture, FAMILIES)
+        message = f"{checkpoint.config.where}: architecture {name} is not supported{nearest}"
         raise Refused("unsupported", message=message, way_out=f"supported are {', '.join(FAMILIES)}")
     _check_types(checkpoint, architecture)
 

@@ -105,6 +105,18 @@ def test_a_field_of_a_config_that_is_wrong_is_a_traceback_or_a_hang(
         file.write_text(good)
 
 
+def test_an_architecture_of_ten_thousand_letters_is_said_whole(
+    folder: Path, attempt: Callable[..., str]
+) -> None:
+    file = folder / "config.json"
+    good = file.read_text()
+    file.write_text(json.dumps(json.loads(good) | {"architectures": ["M" * 10_000]}))
+    try:
+        assert "... (10002 characters) is not supported" in attempt(folder)
+    finally:
+        file.write_text(good)
+
+
 @pytest.mark.parametrize("recipe", ["qwen_fp8", "modelopt_mixed", "compressed_w4a16"])
 def test_a_field_about_quantised_weights_that_is_wrong_is_a_traceback(
     recipe: str, attempt: Callable[..., str], tmp_path: Path
