@@ -209,6 +209,9 @@ def decoding(llm: Any, asked: argparse.Namespace) -> None:
         f" a row alone: {200 / steps:.2f} tokens a step",
         flush=True,
     )
+    alone = Load(llm, asked, 5, 5)
+    alone.run(1)
+    print(f"* a prompt alone: {alone.figures(1)['TTFT, ms (median)']:.1f} ms to its first token", flush=True)
 
 
 def opened(asked: argparse.Namespace, engine_dir: Path) -> Any:

@@ -92,7 +92,7 @@ STAGES = (
           " tests/plugins/gpu/test_{clock,overlap}.py tests/plugins/step/test_forms.py"),
     # the last ones first: what ended for its time had not come so far
     Stage("codes", 200, f"{PYTEST} tests/plugins/{{moe,linear}}/test_{{e4m3,coded}}.py"),
-    Stage("narrow", 60, f"{PYTEST} tests/plugins/attention/test_triton.py -k narrow_pages"),
+    Stage("narrow", 220, f"{PYTEST} tests/plugins/attention/test_triton.py -k narrow_pages"),
     Stage("matrix", 260, f"TEST_DEVICE=cuda {PYTEST} tests/runtime/engine/test_matrix*.py"
           " tests/runtime/engine/test_reports.py tests/runtime/engine/test_engine_storms.py"
           " tests/runtime/step/test_reduced_head.py"),
