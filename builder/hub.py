@@ -37,8 +37,9 @@ from huggingface_hub.utils import HFValidationError, validate_repo_id
 
 from hemiola.builder.checkpoint import INDEX, TOKENIZER_FILES, shard_names
 from hemiola.builder.formats.declared import MODELOPT
+from hemiola.builder.hashes import hash_files
 from hemiola.runtime.errors import Refused, one_line
-from hemiola.runtime.progress import FETCHING, Report, size
+from hemiola.runtime.progress import FETCHING, HASHING_CHECKPOINT, Report, size
 
 CONFIG = "config.json"
 SMALL = (CONFIG, "generation_config.json", MODELOPT, INDEX, *TOKENIZER_FILES)
@@ -52,6 +53,7 @@ BLANKS = {ord("\t"): " ", 0xA0: " "}  # they move no cursor
 JOINED = ("ETag", "X-Linked-ETag", "X-Repo-Commit")
 BY_XET = "X-Xet-Hash"  # the file is fetched by hf_xet, from where the Hub says
 PART_OF_A_PATH = re.compile(r'(W/)?"?[\w:;,+=~-][\w.:;,+=~-]{0,199}"?', re.ASCII)
+SHA256 = re.compile("[0-9a-f]{64}")
 COMMIT = re.compile(r"\w{1,200}", re.ASCII)
 LOGIN = "set HF_TOKEN or run hf auth login"
 HTTP_ERROR: Any = HfHubHTTPError.__bases__[0]  # of the HTTP client that this huggingface_hub uses
@@ -151,8 +153,28 @@ def _fetch(origin: Origin, names: Iterable[str], report: Report) -> None:
         if (size := path.stat().st_size) != num_bytes:
             message = f"{path} has {size} bytes, {num_bytes} on the Hub"
             raise Refused("damaged", message=message, way_out=f"remove {path.resolve()} and build again")
+        if name in absent:
+            _refuse_other_content(path, origin.repo, report)
     if absent:
         report(FETCHING, total, total)
+
+
+def _refuse_other_content(path: Path, repo: str, report: Report) -> None:
+    """The Hub calls large files by their sha256, and so does the cache; huggingface_hub compares lengths."""
+    try:
+        blob = path.parent / path.readlink()
+    except OSError:  # a disk without links
+        return
+    if not SHA256.fullmatch(blob.name):
+        return
+    (found,) = hash_files([path], HASHING_CHECKPOINT, report)
+    if found != blob.name:
+        blob.unlink()
+        message = (
+            f"{path.name} of {repo} came from {constants.ENDPOINT} with other content than it says"
+            f" (sha256 {found[:12]}, expected {blob.name[:12]})"
+        )
+        raise Refused("damaged", message=message, way_out="build again, or set HF_ENDPOINT to another Hub")
 
 
 def _refuse_large(repo: str, sizes: Mapping[str, int]) -> None:

@@ -1,5 +1,6 @@
 """Where an engine goes: a directory that appears whole or not at all, and takes nobody's files away."""
 
+import ctypes
 import errno
 import fcntl
 import glob
@@ -9,6 +10,7 @@ import tempfile
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 from hemiola.builder.checkpoint import read_json
 from hemiola.runtime.engine_files import strays
@@ -19,6 +21,7 @@ WORKSHOP = ".building-"  # behind an engine directory's name
 NEW = "new"  # an engine that is being built
 OLD = "old"  # an engine that stood there before, for a moment
 TAKEN = errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR  # what stands at a name to which a folder is renamed
+AT_CWD, RENAME_EXCHANGE = -100, 2  # of renameat2
 NO_MEMORY = (
     "allocate memory",
     "bad_alloc",
@@ -43,8 +46,8 @@ def refuse_occupied(engine_dir: Path) -> None:
     if (engine_dir / FILE).is_file():
         for stray in strays(engine_dir, [FILE, *_files_of(engine_dir / FILE)]):
             message = (
-                f"--engine-dir {engine_dir} has an engine and beside it {stray}, which a new engine would"
-                " remove"
+                f"--engine-dir {engine_dir} has an engine and beside it {one_line(stray)}, which a new engine"
+                " would remove"
             )
             raise Refused(
                 "in_use", "engine_dir", message=message, way_out="move it, or choose another directory"
@@ -67,13 +70,14 @@ def fresh(engine_dir: Path) -> Iterator[Path]:
     It lies in a workshop beside it, which is locked while the build lives: what builds that were killed have
     left goes before the next one.
     """
-    engine_dir = engine_dir.resolve()
     try:
+        engine_dir = _resolved(engine_dir)
         engine_dir.parent.mkdir(parents=True, exist_ok=True)
         _remove_abandoned(engine_dir)
         workshop, lock = _open_workshop(engine_dir)
-    except OSError as error:
-        message = f"--engine-dir {engine_dir} cannot be written ({error.strerror})"
+    except (OSError, RuntimeError) as error:  # before Python 3.13 a circle of links is no OSError
+        reason = getattr(error, "strerror", "") or "links in a circle"
+        message = f"--engine-dir {engine_dir} cannot be written ({reason})"
         raise Refused("failed", "engine_dir", message=message, way_out="choose another directory") from None
     folder, old = workshop / NEW, workshop / OLD
     try:
@@ -81,9 +85,10 @@ def fresh(engine_dir: Path) -> Iterator[Path]:
         yield folder
         try:
             refuse_occupied(engine_dir)  # files may have come meanwhile
-            if engine_dir.exists():
-                engine_dir.rename(old)
-            folder.rename(engine_dir)
+            if not (engine_dir.exists() and exchanged(folder, engine_dir)):
+                if engine_dir.exists():
+                    engine_dir.rename(old)
+                folder.rename(engine_dir)
         except (Refused, OSError) as error:
             raise _kept(folder, engine_dir, error) from None
     except OSError as error:
@@ -97,6 +102,20 @@ def fresh(engine_dir: Path) -> Iterator[Path]:
     finally:
         _close_workshop(workshop, engine_dir)
         os.close(lock)
+
+
+def _resolved(engine_dir: Path) -> Path:
+    with suppress(FileNotFoundError):
+        return engine_dir.resolve(strict=True)
+    return engine_dir.resolve()
+
+
+def exchanged(one: Path, other: Path) -> bool:
+    """Whether each folder has taken the other's place, at once: there is no moment without an engine. Linux
+    can, on most file systems."""
+    rename: Any = getattr(ctypes.CDLL(None), "renameat2", None)
+    places = AT_CWD, os.fsencode(one), AT_CWD, os.fsencode(other)
+    return rename is not None and rename(*places, RENAME_EXCHANGE) == 0
 
 
 def _kept(folder: Path, engine_dir: Path, error: Refused | OSError) -> Refused:

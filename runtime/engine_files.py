@@ -1,10 +1,11 @@
 """The files of an engine directory, compared with what its manifest says of them."""
 
 import hashlib
+import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from hemiola.runtime.errors import Refused
+from hemiola.runtime.errors import Refused, one_line
 
 
 def check_files(engine_dir: Path, sha256: Mapping[str, str], manifest: str) -> None:
@@ -45,12 +46,23 @@ def _check_strays(engine_dir: Path, sha256: Mapping[str, str], manifest: str) ->
     folders = {Path(name).parent for name in sha256} - {Path()}
     for name in strays(engine_dir, [manifest, *sha256]):
         if Path(name).parent in folders:
-            message = f"{engine_dir / name} was not there when the engine was built"
+            message = f"{one_line(engine_dir / name)} was not there when the engine was built"
             raise Refused("damaged", message=message, way_out="remove it, or run build-engine again")
 
 
 def strays(engine_dir: Path, known: Iterable[str]) -> list[str]:
-    """What is in an engine's directory and not its own: files, links, pipes."""
-    paths = (path for path in engine_dir.rglob("*") if path.is_symlink() or not path.is_dir())
-    files = {str(path.relative_to(engine_dir)) for path in paths}
-    return sorted(files - set(known))
+    """What is in an engine's directory and not its own: files, links, pipes, folders that nobody can list."""
+    found, folders = set[str](), [""]
+    while folders:  # a stranger's may lie deeper in each other than calls may
+        folder = folders.pop()
+        try:
+            with os.scandir(engine_dir / folder) as entries:
+                for entry in entries:
+                    name = f"{folder}{entry.name}"
+                    if entry.is_dir(follow_symlinks=False):
+                        folders.append(f"{name}/")
+                    else:
+                        found.add(name)
+        except OSError:
+            found.add(folder or ".")
+    return sorted(found - set(known))

@@ -13,7 +13,6 @@ from hemiola.plugins import OPS
 from hemiola.plugins.attention.pages import FORMATS
 from hemiola.plugins.gpu.binaries import sources
 from hemiola.runtime.arch import name_of
-from hemiola.runtime.engine_files import check_files
 from hemiola.runtime.errors import Refused, shown
 from hemiola.runtime.manifest_parts import GROUP, HIDDEN, PTX, Drawn, Kernels, Line, RepoName, Segment
 from hemiola.runtime.options import KvDtype
@@ -25,6 +24,7 @@ from hemiola.runtime.outline import (
     Size,
     Word,
     check_build,
+    check_content,
     find,
     read,
     seal_of,
@@ -103,7 +103,7 @@ def load(engine_dir: Path) -> Manifest:
     manifest = parse(path)
     check_build(path, manifest, manifest.seal())
     _check_ops(path, manifest)
-    check_files(engine_dir, manifest.sha256, FILE)
+    check_content(engine_dir, manifest)
     return manifest
 
 

@@ -138,7 +138,7 @@ def load(engine_dir: Path) -> Outline:
     stored = read(find(engine_dir))
     outline = validated(Outline, stored)
     check_build(stored.path, outline, seal_of(stored.content))
-    check_files(engine_dir, outline.sha256, FILE)
+    check_content(engine_dir, outline)
     return outline
 
 
@@ -180,6 +180,15 @@ def read(path: Path) -> ManifestFile:
         message = f"{path} has {version}, hemiola {hemiola.__version__} reads {FORMAT}"
         raise Refused("unsupported", message=message, way_out="run build-engine again")
     return ManifestFile(path, text, content)
+
+
+def check_content(engine_dir: Path, outline: Outline) -> None:
+    """The files of an engine are those of its manifest."""
+    try:
+        check_files(engine_dir, outline.sha256, FILE)
+    except Refused:
+        check_same(engine_dir, outline.identity)
+        raise
 
 
 def check_same(engine_dir: Path, identity: str) -> None:

@@ -29,20 +29,28 @@ def plot(path: Path, title: str, curves: Sequence[Curve]) -> None:
         for curve in curves:
             values = np.sort(latencies([r for r in curve.measured.results if r.completed])[name]) * MS
             axis.step(
-                values, np.arange(1, len(values) + 1) / max(len(values), 1), where="post", label=curve.name
+                values,
+                np.arange(1, len(values) + 1) / max(len(values), 1),
+                where="post",
+                label=_plain(curve.name),
             )
         axis.set(title=TITLES[name], xlabel="ms", ylabel="share at most", ylim=(0, 1.02))
     last = list(figure.axes)[-1]
     for curve in curves:
         seconds, rates = throughput(curve.measured)
-        last.step(seconds, rates, where="post", label=curve.name)
+        last.step(seconds, rates, where="post", label=_plain(curve.name))
     last.set(title="Output throughput", xlabel="s", ylabel="tokens/s")
     for axis in figure.axes:
         axis.grid(alpha=0.3)
     if len(curves) > 1:
         figure.axes[0].legend()
-    figure.suptitle(title)
+    figure.suptitle(_plain(title))
     figure.savefig(path)
+
+
+def _plain(name: str) -> str:
+    """matplotlib takes what stands between dollars for a formula."""
+    return name.replace("$", r"\$")
 
 
 def throughput(measured: Measured) -> tuple[np.ndarray, np.ndarray]:

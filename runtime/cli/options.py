@@ -21,6 +21,7 @@ Made = TypeVar("Made", bound=Strict)
 WORDS = {int: "INT", float: "FLOAT", str: "TEXT", Path: "PATH", bool: "true|false"}
 # Paths as typer gets them: of an empty one it would make the folder that the command is called in.
 TEXT_OF: dict[Any, Any] = {Path: str, Path | None: str | None, list[Path] | None: list[str] | None}
+# safetensors and tokenizers open what has a name in UTF-8.
 FOLDERS = ("--engine-dir", "--random-weights", "CHECKPOINT")
 
 
@@ -173,7 +174,7 @@ def _checked(named: str, value: object, is_path: bool) -> object:
     if not value:
         kind = "folder" if named in FOLDERS else "file"
         raise Refused("missing", named, message=f"{named} is empty", way_out=f"give a {kind}")
-    return Path(value)
+    return Path(utf8(named, value) if named in FOLDERS else value)
 
 
 def _named(parameter: inspect.Parameter) -> str:

@@ -1,5 +1,6 @@
 """Files that a command writes when it is done: what cannot be written is refused before."""
 
+import os
 from importlib import util
 from pathlib import Path
 
@@ -21,6 +22,7 @@ def refuse_picture(path: Path) -> None:
 
 
 def refuse_unwritable(flag: str, path: Path) -> None:
-    if path.is_dir() or not path.absolute().parent.is_dir():
-        message = f"{flag} {path} cannot be written: give a file in a folder that exists"
+    folder = path.absolute().parent
+    if path.is_dir() or not folder.is_dir() or not os.access(path if path.exists() else folder, os.W_OK):
+        message = f"{flag} {path} cannot be written: give a file that you may write, in a folder that exists"
         raise Refused("not_found", message=message)

@@ -7,7 +7,7 @@ from typing import Any
 
 from hemiola.runtime.arch import ARCHS, split
 from hemiola.runtime.config import ENDLESS, ServeConfig, resolve
-from hemiola.runtime.errors import Refused, counted, in_python, within
+from hemiola.runtime.errors import Refused, counted, in_python, shown, within
 from hemiola.runtime.json_file import read_json
 from hemiola.runtime.outline import Outline
 from hemiola.runtime.serving import settings
@@ -21,9 +21,9 @@ def name_engines(engine_dirs: Sequence[Path], names: Sequence[str]) -> dict[str,
         message = f"{counted(len(engine_dirs), 'engine', 'engines')}, but {len(names)} --model-name"
         raise Refused("conflict", "model_name", message=message, way_out="give each engine a name")
     for name in names:
-        if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.-]*", name):
-            message = f"model name {name!r} cannot be a path in a URL"
-            way_out = "use letters, digits, '_', '-' and '.'"
+        if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,199}", name):
+            message = f"model name {shown(name)} cannot be a path in a URL"
+            way_out = "use at most 200 letters, digits, '_', '-' and '.'"
             raise Refused("malformed", "model_name", message=message, way_out=way_out)
     if len(set(names)) != len(names):
         message = f"model names {', '.join(names)} are not all different"

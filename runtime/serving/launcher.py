@@ -79,7 +79,7 @@ class Server:
         self.grpc_host = self.host if grpc_host is None else address_of(grpc_host)
         self._wanted = self.ports = ports  # `check` chooses those that are 0
         self._settings = {
-            name: {**(options or {}), **(settings_of or {}).get(name, {}), "engine_dir": str(path.resolve())}
+            name: {**(options or {}), **(settings_of or {}).get(name, {}), "engine_dir": str(path)}
             for name, path in self.engines.items()
         }
         for chosen in self._settings.values():
@@ -134,6 +134,7 @@ class Server:
             file = self._models_file
             with within(name) if file is None else within(f"{file}: {name}", in_python):
                 engine = outlines[name]
+                chosen["engine_dir"] = str(self.engines[name].resolve())
                 check_sizes(chosen, engine)
                 chosen["device"] = choose_gpu(
                     self.engines[name], engine.arch, chosen.get("device"), engine.tp

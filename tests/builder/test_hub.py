@@ -1,6 +1,7 @@
 """build-engine NAME: from a Hub on loopback, by the real huggingface_hub."""
 
 import errno
+import hashlib
 import json
 import os
 import shutil
@@ -227,6 +228,24 @@ def test_a_download_that_breaks_off_goes_on_and_one_that_never_ends_is_one_line(
         f"{NAME} could not be fetched from {hub.endpoint} (RemoteProtocolError: "
     )
     assert str(error.value).endswith("; build again; files that have come are kept")
+
+
+def test_weights_that_come_with_another_bit_are_used(hub: FakeHub, folder: Path, tmp_path: Path) -> None:
+    """huggingface_hub compares lengths, though the Hub has said the sha256."""
+    origin = hub_door.locate(Path(NAME), None, lambda *_: None)
+    hub.models[NAME] = shutil.copytree(folder, tmp_path / "other")
+    name = "model-00002-of-00002.safetensors"
+    content = (folder / name).read_bytes()
+    (tmp_path / "other" / name).write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    sha256 = hashlib.sha256(content).hexdigest()
+    hub.lies[name] = {"ETag": f'"{sha256}"'}
+    said = rf"{name} of {NAME} came from {hub.endpoint} with other content than it says .*; build again"
+    for _ in range(2):  # nor is it left for the next build
+        with pytest.raises(Refused, match=said):
+            hub_door.fetch_weights(origin, lambda *_: None)
+    hub.models[NAME] = folder
+    hub_door.fetch_weights(origin, lambda *_: None)
+    assert (origin.folder / name).read_bytes() == content
 
 
 def test_a_torn_file_of_the_cache_is_named_and_its_removal_helps(hub: FakeHub) -> None:

@@ -2,12 +2,14 @@
 
 import errno
 import os
+import subprocess
 import threading
 from pathlib import Path
 
 import pytest
 
 from hemiola.builder import place
+from hemiola.runtime.engine_files import strays
 from hemiola.runtime.errors import Refused
 
 
@@ -67,6 +69,7 @@ def test_a_finished_engine_that_cannot_be_moved_is_thrown_away(
 ) -> None:
     """Nor is the one that it was to replace."""
     build(engine)
+    monkeypatch.setattr(place, "exchanged", lambda *_: False)
     rename = Path.rename
 
     def refused(self: Path, target: Path) -> Path:
@@ -112,6 +115,49 @@ def test_what_is_no_file_beside_an_engine_is_removed(engine: Path, kind: str) ->
         os.mknod(stray, 0o600 | (0o010000 if kind == "pipe" else 0o140000))
     with pytest.raises(Refused, match="beside it stray"):
         place.refuse_occupied(engine)
+
+
+@pytest.mark.parametrize(("depth", "name"), [(1100, "a"), (25, "n" * 200)], ids=["many", "long"])
+def test_folders_deep_in_each_other_are_a_traceback(engine: Path, depth: int, name: str) -> None:
+    """And one that comes while an engine is built loses it."""
+    build(engine)
+    above = os.open(engine, os.O_RDONLY)
+    for _ in range(depth):
+        os.mkdir(name, dir_fd=above)
+        above, before = os.open(name, os.O_RDONLY, dir_fd=above), above
+        os.close(before)
+    os.close(os.open("thesis.txt", os.O_CREAT, dir_fd=above))
+    os.close(above)
+    try:
+        assert len(strays(engine, ["manifest.json"])) == 1
+        with pytest.raises(Refused, match=rf"beside it {name}/.*\.\.\., which a new engine would remove"):
+            build(engine)
+        assert (engine.with_name("engine.built-1") / "manifest.json").exists()
+    finally:
+        subprocess.run(["rm", "-rf", engine / name], check=True)  # shutil.rmtree, and so pytest, calls itself
+
+
+def test_a_link_in_a_circle_is_a_traceback(engine: Path) -> None:
+    engine.symlink_to(engine.name)
+    with pytest.raises(Refused, match="engine cannot be written"):
+        build(engine)
+
+
+def test_who_looks_while_an_engine_is_replaced_finds_none(
+    engine: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor would one be there if the build were killed then."""
+    one, other = engine.with_name("one"), engine.with_name("other")
+    one.mkdir()
+    other.mkdir()
+    if not place.exchanged(one, other):
+        pytest.skip("the system here exchanges no folders")
+    build(engine)
+    monkeypatch.setattr(Path, "rename", lambda *_: pytest.fail("the place is empty for a moment"))
+    with place.fresh(engine) as folder:
+        (folder / "manifest.json").write_text("[]")
+    assert (engine / "manifest.json").read_text() == "[]"
+    assert sorted(path.name for path in engine.parent.iterdir()) == ["engine", "one", "other"]
 
 
 def test_a_link_named_like_an_abandoned_build_gives_away_what_it_leads_to(engine: Path) -> None:

@@ -18,10 +18,11 @@ from kit.stranger import DEEP, WRONG, Stranger, all_places, places, put
 from pydantic import BaseModel
 from safetensors.torch import load_file, save_file
 
-from hemiola.runtime import manifest
+from hemiola.runtime import manifest, outline
 from hemiola.runtime.api import SamplingParams
 from hemiola.runtime.device import session
 from hemiola.runtime.device.session import load_weights
+from hemiola.runtime.engine_files import check_files
 from hemiola.runtime.errors import Refused
 from hemiola.runtime.llm import LLM
 from hemiola.runtime.manifest import FILE, Manifest
@@ -291,15 +292,20 @@ def test_a_program_that_few_requests_need_is_read_when_one_comes(stranger: Stran
         assert output.prompt_logprobs is not None
 
 
+def another(stranger: Stranger) -> Path:
+    """An engine with other weights, beside this one."""
+    stranger.change("weights.safetensors", lambda data: data[:-64] + bytes(64))
+    assert stranger.sign() is None
+    made = stranger.dir.rename(stranger.dir.with_name("other"))
+    stranger.reset()
+    return made
+
+
 def test_an_engine_that_is_replaced_while_it_is_opened_runs_with_weights_of_another(
     stranger: Stranger, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its identity, by which files of prefixes and other engines know its bits, would be the first one's."""
-    replaced = stranger.dir.with_name("other")
-    stranger.change("weights.safetensors", lambda data: data[:-64] + bytes(64))
-    assert stranger.sign() is None
-    stranger.dir.rename(replaced)
-    stranger.reset()
+    replaced = another(stranger)
 
     def read_later(*given: Any, **more: Any) -> dict[str, torch.Tensor]:
         if replaced.exists():
@@ -311,6 +317,23 @@ def test_an_engine_that_is_replaced_while_it_is_opened_runs_with_weights_of_anot
     with pytest.raises(Refused, match=r"engine became another engine while it was opened; open it again"):
         LLM(stranger.dir, drafts="none")
     LLM(stranger.dir, drafts="none").close()
+
+
+@pytest.mark.parametrize("load", [outline.load, manifest.load], ids=["outline", "manifest"])
+def test_an_engine_that_is_replaced_while_its_files_are_compared_is_called_damaged(
+    stranger: Stranger, monkeypatch: pytest.MonkeyPatch, load: Callable[[Path], object]
+) -> None:
+    """To build it again does not help."""
+    replaced = another(stranger)
+
+    def check_later(*given: Any) -> None:
+        shutil.rmtree(stranger.dir)
+        replaced.rename(stranger.dir)
+        check_files(*given)
+
+    monkeypatch.setattr(outline, "check_files", check_later)
+    with pytest.raises(Refused, match=r"engine became another engine while it was opened; open it again"):
+        load(stranger.dir)
 
 
 HEADERS: dict[str, Callable[[dict[str, Any], str], object]] = {

@@ -278,6 +278,32 @@ def test_a_picture(llm: type[FakeLLM], bench_of: Callable[..., Any], tmp_path: P
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.parametrize("is_there", [True, False])
+def test_a_file_without_permission_costs_what_was_measured(
+    llm: type[FakeLLM], bench_of: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path,
+    is_there: bool,
+) -> None:  # fmt: skip
+    """root may write to all: what the system would say to others."""
+    file = tmp_path / "out.json"
+    if is_there:
+        file.touch()
+    denied = file if is_there else tmp_path
+    monkeypatch.setattr(os, "access", lambda path, mode, **_: (path, mode) != (denied, os.W_OK))
+    ended = bench_of(SMALL, "--json", file)
+    assert (ended.status, llm.opened) == (2, [])
+    assert f"--json {file} cannot be written" in ended.err
+
+
+def test_dollars_in_the_name_of_a_file_are_a_formula_that_costs_the_picture(
+    llm: type[FakeLLM], bench_of: Callable[..., Any], tmp_path: Path
+) -> None:
+    pytest.importorskip("matplotlib")
+    (file := tmp_path / "$_$.jsonl").write_text('{"prompt": "abc"}')
+    asked = "--output-len 4 --num-requests 1"
+    assert bench_of("--workload", file, asked, "--plot", tmp_path / "a.svg").status == 0
+    assert "$_$.jsonl" in (tmp_path / "a.svg").read_text()
+
+
 def test_without_matplotlib_a_picture_is_refused_before_the_run(
     llm: type[FakeLLM], bench_of: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

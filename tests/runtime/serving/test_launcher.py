@@ -45,6 +45,8 @@ def test_engines_are_named_in_order() -> None:
         (lambda: name_engines([A, B], ["x", "x"]), "conflict", "model_name"),
         (lambda: name_engines([A], ["../x"]), "malformed", "model_name"),
         (lambda: name_engines([A], [""]), "malformed", "model_name"),
+        (lambda: name_engines([A], ["x" * 201]), "malformed", "model_name"),  # no name of a folder, too
+        (lambda: Server({"hemiola": Path("a\0b")}).check(), "not_found", "engine_dir"),
         (lambda: Server({"hemiola": A}, options={"max_row": 4}), "unknown", "max_row"),
     ],
 )
