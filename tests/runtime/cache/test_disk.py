@@ -120,9 +120,11 @@ def test_a_request_that_is_cancelled_while_it_is_read_for_leaves_nothing(open_ha
     ask(hand, text)
     end(hand)
     hand = open_hand()
-    request_id = hand.submit(text, max_tokens=3)
+    request_id, scored = hand.submit(text, max_tokens=3), hand.submit(text, max_tokens=3, prompt_logprobs=0)
     hand.loop._read_inbox()
+    assert [r.id for r in hand.loop.scheduler.fetching] == [request_id], "what is scored is computed"
     hand.loop.abort(request_id)
+    hand.loop.abort(scored)
     hand.run()
     assert hand.last(request_id).finish_reason == "cancelled"
     assert ask(hand, text) == 32

@@ -95,12 +95,13 @@ def test_a_prompt_whose_last_step_fills_no_page_is_forgotten(
 def test_a_hit_that_spoilt_since_fails_every_request_that_begins_there(
     faulty: Callable[..., Hand], depth: int, what: str
 ) -> None:
-    """And what is cached behind it goes, too."""
-    hand = faulty(depth, faults=set())
+    """And what is cached behind it goes, too, and what the host keeps of it."""
+    hand = faulty(depth, faults=set(), host_cache_bytes=60)
     demand_answer(hand, TEXT)
     demand_answer(hand, TEXT[: 4 * P] + prompt(P, 5))
-    session = hand.loop.storage
-    for _, entry in hand.loop.scheduler.prefix.contents():
+    session, prefix = hand.loop.storage, hand.loop.scheduler.prefix
+    for _, entry in prefix.contents():
+        prefix._keep(entry)
         if what == "page" and entry.edge == P:
             session.dirty_pages[entry.page_id] = True
         if what == "snapshot" and entry.slot_id:
@@ -108,7 +109,7 @@ def test_a_hit_that_spoilt_since_fails_every_request_that_begins_there(
     failed = hand.submit(TEXT, max_tokens=9)
     hand.run()
     assert hand.last(failed).finish_reason == "error" and hand.requests[-1].hit_len > 0
-    assert cached(hand) == []
+    assert cached(hand) == [] == list(prefix.host.contents())
     demand_answer(hand, TEXT, hit=0)
 
 
@@ -220,6 +221,43 @@ def test_a_cancelled_requests_spoilt_state_stays_on_a_proven_page(faulty: Callab
     hand.run()
     assert dirty(hand) == []
     demand_answer(hand, TEXT[: 2 * P] + prompt(2 * P, 6))
+
+
+def test_a_snapshot_in_the_slot_of_an_earlier_one_is_taken_for_proven(faulty: Callable[..., Hand]) -> None:
+    """By the answer of who had stored the earlier one of this page. The spoilt one is another's."""
+    hand = faulty(faults=set(), max_step_tokens=P + 4, chunk_len=P)
+    ids = [hand.submit(TEXT, max_tokens=9) for _ in range(2)]
+    hand.turn()
+    prefix, session = hand.loop.scheduler.prefix, hand.loop.storage
+    ((_, entry),) = prefix.contents()
+    slot_id = entry.slot_id
+    prefix._drop_snapshot(entry)
+    assert prefix.slots.acquire() == slot_id
+    prefix._attach(prefix._leases[hand.requests[1].slot_id], entry, slot_id)
+    session.states[slot_id] = TEXT[:P]
+    session.dirty_slots.add(slot_id)
+    while hand.requests[0].total_len == len(TEXT):
+        hand.turn()
+    hand.loop.abort(ids[1])
+    hand.run()
+    assert dirty(hand) == []
+    demand_answer(hand, TEXT)
+
+
+def test_a_cancel_takes_a_snapshot_from_which_another_began_and_has_answered(
+    faulty: Callable[..., Hand],
+) -> None:
+    hand = faulty(faults=set())
+    first = hand.submit(TEXT, max_tokens=9)
+    while hand.requests[0].committed_len < 2 * P:
+        hand.turn()
+    second = hand.submit(TEXT[: 2 * P + 1], max_tokens=1, priority=-1)
+    while not hand.ended(second):
+        hand.turn()
+    assert hand.requests[0].total_len == len(TEXT) and hand.requests[1].hit_len == 2 * P
+    hand.loop.abort(first)
+    hand.run()
+    demand_answer(hand, TEXT[: 2 * P] + prompt(3, 9), hit=2 * P)
 
 
 def test_a_sound_request_that_is_cancelled_later_leaves_nothing(faulty: Callable[..., Hand]) -> None:

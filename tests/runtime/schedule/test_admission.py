@@ -222,7 +222,7 @@ def test_waiting_gains_no_better_priority_than_there_is(make_hand: Callable) -> 
     hand = make_hand(max_rows=1, aging_s=1.0)
     now = [0.0]
     hand.loop.scheduler.clock = lambda: now[0]
-    ids = [hand.submit(prompt(4, n), max_tokens=20, priority=priority) for n, priority in enumerate((4, 3, 3))]
+    ids = [hand.submit(prompt(4, n), max_tokens=20, priority=3 + (n == 0)) for n in range(3)]
     for _ in range(200):
         now[0] += 10.0
         hand.turn()
