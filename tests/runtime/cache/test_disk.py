@@ -101,6 +101,7 @@ def test_several_requests_wait_for_one_read(open_hand: Make) -> None:
     assert [hand.token_ids(n) for n in ids] == [oracle([*text, n], 3) for n in range(3)]
     tier = hand.loop.scheduler.prefix.disk
     assert tier.tier.statistics.num_hits == 1
+    assert max(entry.num_uses for _, entry, _ in tier.tier.contents()) == 3
     assert tier.reading.seconds(1) > 0
 
 

@@ -113,6 +113,21 @@ def test_a_hit_that_spoilt_since_fails_every_request_that_begins_there(
     demand_answer(hand, TEXT, hit=0)
 
 
+def test_a_text_stays_cached_of_which_a_score_is_nan(make_hand: Callable[..., Hand]) -> None:
+    """Of a token within the prompt, at which nobody else looks."""
+
+    def next_token(context: list[int]) -> int | None:
+        return None if list(context) == TEXT[: 2 * P + 3] else hashed(context)
+
+    hand = make_hand(session=FakeSession(resolved(prefix_cache=True, max_step_tokens=P), next_token))
+    hand.submit(TEXT, max_tokens=1)
+    hand.run()
+    assert cached(hand)
+    scored = hand.submit(TEXT, max_tokens=1, prompt_logprobs=0)
+    hand.run()
+    assert "NaN" in str(hand.last(scored).error) and cached(hand) == []
+
+
 @pytest.mark.parametrize("depth", DEPTHS)
 def test_who_began_from_withdrawn_pages_publishes_beneath_them(
     faulty: Callable[..., Hand], depth: int
