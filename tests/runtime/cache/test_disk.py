@@ -152,6 +152,19 @@ def test_what_is_forgotten_while_it_is_read_serves_nobody(open_hand: Make, forge
     end(hand)
 
 
+def test_a_text_of_which_somebody_computed_nan_stays_in_the_tiers(open_hand: Make) -> None:
+    hand, (text,) = open_hand(), texts(1)
+    ask(hand, text)
+    prefix = hand.loop.scheduler.prefix
+    prefix.save()
+    assert prefix.disk.drain(60) and prefix.disk.tier.num_entries and prefix.host.num_entries
+    hand.loop.storage.next_token = lambda ids: None
+    failed = hand.submit(text, max_tokens=3)
+    hand.run()
+    assert hand.last(failed).finish_reason == "error"
+    assert prefix.disk.tier.num_entries == prefix.host.num_entries == 0
+
+
 def file_of(folder: Path) -> Path:
     (found,) = folder.glob("*.prefixes")
     return found
