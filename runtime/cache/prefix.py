@@ -229,7 +229,7 @@ class PrefixCache:
         junction = match.junction if match.junction > start else 0
         began = [(hit, hit.number)] if hit is not None and hit.slot_id else []
         is_stale = chain.alone or not self.enabled
-        self._leases[slot_id] = Lease(chain, known_len, junction, path, began, is_stale)
+        self._leases[slot_id] = Lease(chain, known_len, junction, path, began, is_stale, loaded=load > 0)
         self.evictor.clock += 1
         self.statistics.num_queries += 1
         self.statistics.num_hits += start > 0
@@ -538,10 +538,11 @@ class PrefixCache:
     def withdraw(self, slot_id: int) -> list[int]:
         """The request computed NaN: forget the pages of its text, and all that is cached behind them.
 
-        Returns the other slots that hold such pages.
+        Returns the other slots that hold such pages, or copies of them.
         """
         lease = self._leases[slot_id]
-        affected = self._withdraw(lease.path[0]) if lease.path else []
+        affected = self._retire_loaded(lease)
+        affected += self._withdraw(lease.path[0]) if lease.path else []
         if self.host is not None:
             self.host.withdraw(lease.chain)
         if self.disk is not None:
@@ -565,6 +566,17 @@ class PrefixCache:
             self._retire(self._leases[slot_id])
         for entry in reversed(top.subtree()):
             self._forget(entry)
+        return affected
+
+    def _retire_loaded(self, lease: Lease) -> list[int]:
+        """Who began from the host's copy of the same text, and has no page in the tree yet; the slots."""
+        if lease.stale or not (lease.path or lease.loaded):
+            return []
+        key = lease.chain.key(0)
+        copies = [(n, one) for n, one in self._leases.items() if one.loaded and not (one.path or one.stale)]
+        affected = [n for n, one in copies if one is not lease and one.chain.key(0) == key]
+        for slot_id in affected:
+            self._retire(self._leases[slot_id])
         return affected
 
     def _retire(self, lease: Lease) -> None:

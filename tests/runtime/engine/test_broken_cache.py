@@ -12,7 +12,9 @@ from kit.fake_session import FakeSession, hashed, oracle, resolved
 from kit.faulty import FaultySession
 from kit.hand import Hand, prompt
 
+from hemiola.plugins.rows import live_rows
 from hemiola.runtime.schedule.plan import Plan
+from hemiola.runtime.step.program import Batch
 
 P = 8  # tokens in a page
 TEXT = prompt(5 * P + 3)
@@ -111,6 +113,31 @@ def test_a_hit_that_spoilt_since_fails_every_request_that_begins_there(
     assert hand.last(failed).finish_reason == "error" and hand.requests[-1].hit_len > 0
     assert cached(hand) == [] == list(prefix.host.contents())
     demand_answer(hand, TEXT, hit=0)
+
+
+@pytest.mark.parametrize("depth", DEPTHS)
+@pytest.mark.parametrize("lateness", [0, 1])
+def test_a_copy_on_the_host_that_spoilt_fails_all_who_begin_from_it_at_once(
+    faulty: Callable[..., Hand], lateness: int, depth: int
+) -> None:
+    """One fails; the others start anew, also those whose copy is still under way."""
+    hand = faulty(depth, faults=set(), host_cache_bytes=60, max_step_tokens=64)
+    demand_answer(hand, TEXT)
+    prefix, session = hand.loop.scheduler.prefix, hand.loop.storage
+    while (entry := prefix.evictor.page_victim()) is not None:
+        prefix._evict(entry)
+
+    def spoil(batch: Batch) -> None:
+        for row, table in zip(live_rows(batch.rows, session.config.chunk_len), batch.page_table, strict=True):
+            if row.committed == 5 * P:
+                session.dirty_pages[table[:5]] = True
+
+    session.before_run, prefix.host.mover.lateness = spoil, lambda number: lateness * number
+    ids = [hand.submit(TEXT, max_tokens=9) for _ in range(3)]
+    hand.run()
+    assert [hand.requests[number - 1].metrics.cached_tokens for number in ids] == [5 * P] * 3
+    assert sorted(hand.last(number).finish_reason for number in ids) == ["error", "length", "length"]
+    assert dirty(hand) == [] == list(prefix.host.contents())
 
 
 def test_a_text_stays_cached_of_which_a_score_is_nan(make_hand: Callable[..., Hand]) -> None:
