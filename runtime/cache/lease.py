@@ -33,8 +33,9 @@ class Lease:
     path: list[Entry]  # its cached pages, from the first on
     unproven: list[
         tuple[Entry, int]
-    ]  # snapshots that it began from or stored until it is proven, their slots
+    ]  # snapshots that it began from or stored until it is proven, their numbers
     stale: bool  # publishes nothing more
+    loaded: bool = False  # it began from what the host's memory keeps
     taken: list[Take] = field(default_factory=list)  # asked for, and not known to be stored
     newest: Entry | None = None  # has its last decode snapshot
     proven: bool = False  # it has chosen a token that was no NaN

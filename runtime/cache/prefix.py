@@ -17,7 +17,7 @@ The scheduler's calls, in order. `slot_id` is the request's own slot, which stan
     plan, prompt's chunk    stop = prefix.chunk_end(slot_id, start, stop): one snapshot per row and step
     plan, last of all       take = prefix.take(slot_id, edge, next_edge) for each row: its snapshot slot and
                               edge in this step, or None. Last: admit goes first where slots are scarce
-    commit                  prefix.commit(slot_id, committed_len, total_len, stored_edge, chose), after
+    commit                  prefix.commit(slot_id, committed_len, total_len, snapshot_edge, chose), after
                               slots.commit, when the committed tokens' keys and values are written, the draft
                               layers' too. For a row that computed NaN instead: prefix.withdraw(slot_id)
     finish, preempt, abort  prefix.release(slot_id, donate) for pages.release and slots.release. donate: the
@@ -227,9 +227,9 @@ class PrefixCache:
             load = self.host.load(match.host, len(path), pages, slot_id)
         self.slots.edge[slot_id] = start
         junction = match.junction if match.junction > start else 0
-        began = [(hit, hit.slot_id)] if hit is not None and hit.slot_id else []
+        began = [(hit, hit.number)] if hit is not None and hit.slot_id else []
         is_stale = chain.alone or not self.enabled
-        self._leases[slot_id] = Lease(chain, known_len, junction, path, began, is_stale)
+        self._leases[slot_id] = Lease(chain, known_len, junction, path, began, is_stale, loaded=load > 0)
         self.evictor.clock += 1
         self.statistics.num_queries += 1
         self.statistics.num_hits += start > 0
@@ -438,19 +438,20 @@ class PrefixCache:
 
     def _is_outdone(self, entry: Entry) -> bool:
         """Whether a decode snapshot may go once its request has a newer one: nobody else came to need it."""
-        unread = entry.num_uses == 0 and entry.pinned != self.step
-        return entry.slot_id > 0 and entry.kind == "decode" and unread and len(entry.children) < 2
+        return (
+            entry.slot_id > 0 and entry.kind == "decode" and entry.num_uses == 0 and len(entry.children) < 2
+        )
 
     # After a step, and at the end.
 
     def commit(
-        self, slot_id: int, valid_len: int, known_len: int, stored_edge: int = 0, chose: bool = False
+        self, slot_id: int, valid_len: int, known_len: int, snapshot_edge: int = 0, chose: bool = False
     ) -> None:
         """Publish the full pages among the first valid_len tokens, and the snapshot that was taken.
 
-        known_len: of the request's ids. stored_edge: of the snapshot that the step stored: it was asked and
-        moved the state from before that edge to it or beyond. chose: the step chose a token behind them that
-        was no NaN. Calling it again changes nothing.
+        known_len: of the request's ids. snapshot_edge: of the snapshot that the step was asked for; it stored
+        it if the state stands there or beyond now. chose: the step chose a token behind them that was no NaN.
+        Calling it again changes nothing.
         """
         lease = self._leases[slot_id]
         if chose and not lease.proven:
@@ -459,7 +460,7 @@ class PrefixCache:
         while lease.taken and lease.taken[0].edge <= self.slots.edge[slot_id]:
             target, edge = lease.taken.pop(0)
             entry = self._entry_at(lease, edge)
-            if edge != stored_edge or entry is None or entry.slot_id:
+            if edge != snapshot_edge or entry is None or entry.slot_id:
                 self.slots.release(target)
             else:
                 self._attach(lease, entry, target)
@@ -469,8 +470,8 @@ class PrefixCache:
         lease.proven = True
         for entry in lease.path:
             entry.proven = True
-        for entry, slot_id in lease.unproven:
-            entry.snapshot_proven |= entry.slot_id == slot_id  # else another has taken it anew
+        for entry, number in lease.unproven:
+            entry.snapshot_proven |= entry.number == number  # else another has taken it anew
         lease.unproven.clear()
 
     def _publish(self, lease: Lease, slot_id: int, num_pages: int) -> None:
@@ -503,10 +504,11 @@ class PrefixCache:
         self.evictor.attach(entry, slot_id, kind)
         if self._depth is not None:
             self._depth.attach(entry)
+        self.statistics.num_snapshots += 1
+        entry.number = self.statistics.num_snapshots
         entry.snapshot_proven = lease.proven
         if not lease.proven:
-            lease.unproven.append((entry, slot_id))
-        self.statistics.num_snapshots += 1
+            lease.unproven.append((entry, entry.number))
         if kind == "decode":
             self._drop_newest(lease)
             lease.newest = entry
@@ -536,10 +538,11 @@ class PrefixCache:
     def withdraw(self, slot_id: int) -> list[int]:
         """The request computed NaN: forget the pages of its text, and all that is cached behind them.
 
-        Returns the other slots that hold such pages.
+        Returns the other slots that hold such pages, or copies of them.
         """
         lease = self._leases[slot_id]
-        affected = self._withdraw(lease.path[0]) if lease.path else []
+        affected = self._retire_loaded(lease)
+        affected += self._withdraw(lease.path[0]) if lease.path else []
         if self.host is not None:
             self.host.withdraw(lease.chain)
         if self.disk is not None:
@@ -563,6 +566,17 @@ class PrefixCache:
             self._retire(self._leases[slot_id])
         for entry in reversed(top.subtree()):
             self._forget(entry)
+        return affected
+
+    def _retire_loaded(self, lease: Lease) -> list[int]:
+        """Who began from the host's copy of the same text, and has no page in the tree yet; the slots."""
+        if lease.stale or not (lease.path or lease.loaded):
+            return []
+        key = lease.chain.key(0)
+        copies = [(n, one) for n, one in self._leases.items() if one.loaded and not (one.path or one.stale)]
+        affected = [n for n, one in copies if one is not lease and one.chain.key(0) == key]
+        for slot_id in affected:
+            self._retire(self._leases[slot_id])
         return affected
 
     def _retire(self, lease: Lease) -> None:

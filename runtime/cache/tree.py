@@ -33,6 +33,7 @@ class Entry:
     children: "set[Entry]" = field(default_factory=set)
     # of the snapshot
     slot_id: int = 0  # 0: none
+    number: int = 0  # no two snapshots have the same; slots serve again and again
     kind: str = ""
     snapshot_proven: bool = False
     num_uses: int = 0

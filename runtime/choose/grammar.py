@@ -367,15 +367,16 @@ class Guide:
         self._matcher.consume_tokens(self._output)
 
     def _look_ahead(self, drafts: Sequence[int]) -> None:
-        matcher, output = self._matcher.deep_copy(), list(self._output)
+        matcher, output_len = self._matcher.deep_copy(), len(self._output)
         for draft in drafts:
             if draft in self._end_ids or not matcher.consume_token(draft):
-                return
-            output.append(draft)
+                break
+            self._output.append(draft)  # and taken away again: to copy all would take ever longer
             try:
-                self.masks.append(self._mask(matcher, output))
+                self.masks.append(self._mask(matcher, self._output))
             except Stuck:
-                return
+                break
+        del self._output[output_len:]
 
     def _mask(self, matcher: LLMatcher, output: Sequence[int]) -> np.ndarray:
         bits = allowed(self._grammar.vocabulary, matcher, self._ends)

@@ -121,6 +121,6 @@ class Inbox:
         return self._messages.get()
 
     def take(self) -> Iterator[Message]:
-        """All messages there are."""
-        while not self._messages.empty():
+        """All messages there are; those that come meanwhile are for the next turn, lest no step is done."""
+        for _ in range(self._messages.qsize()):
             yield self._messages.get()

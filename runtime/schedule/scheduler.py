@@ -371,8 +371,7 @@ class Scheduler:
                 request.fail(f"the engine computed NaN for the token at position {request.total_len}")
                 continue
             if start != edge or old_len // page_len != new_len // page_len or old_len < request.start_len:
-                stored_edge = row.snapshot_edge if start < row.snapshot_edge <= edge else 0
-                self.prefix.commit(slot_id, new_len, request.total_len, stored_edge, row.chooses)
+                self.prefix.commit(slot_id, new_len, request.total_len, row.snapshot_edge, row.chooses)
 
     def _distrust(self, slot_id: int) -> None:
         """A request computed NaN: nothing of its prefix stays cached; who shares it starts anew, alone."""

@@ -101,6 +101,7 @@ def test_several_requests_wait_for_one_read(open_hand: Make) -> None:
     assert [hand.token_ids(n) for n in ids] == [oracle([*text, n], 3) for n in range(3)]
     tier = hand.loop.scheduler.prefix.disk
     assert tier.tier.statistics.num_hits == 1
+    assert max(entry.num_uses for _, entry, _ in tier.tier.contents()) == 3
     assert tier.reading.seconds(1) > 0
 
 
@@ -120,9 +121,11 @@ def test_a_request_that_is_cancelled_while_it_is_read_for_leaves_nothing(open_ha
     ask(hand, text)
     end(hand)
     hand = open_hand()
-    request_id = hand.submit(text, max_tokens=3)
+    request_id, scored = hand.submit(text, max_tokens=3), hand.submit(text, max_tokens=3, prompt_logprobs=0)
     hand.loop._read_inbox()
+    assert [r.id for r in hand.loop.scheduler.fetching] == [request_id], "what is scored is computed"
     hand.loop.abort(request_id)
+    hand.loop.abort(scored)
     hand.run()
     assert hand.last(request_id).finish_reason == "cancelled"
     assert ask(hand, text) == 32
@@ -147,6 +150,19 @@ def test_what_is_forgotten_while_it_is_read_serves_nobody(open_hand: Make, forge
     assert hand.token_ids(request_id) == oracle(text, 3)
     assert hand.requests[0].metrics.cached_tokens == 0
     end(hand)
+
+
+def test_a_text_of_which_somebody_computed_nan_stays_in_the_tiers(open_hand: Make) -> None:
+    hand, (text,) = open_hand(), texts(1)
+    ask(hand, text)
+    prefix = hand.loop.scheduler.prefix
+    prefix.save()
+    assert prefix.disk.drain(60) and prefix.disk.tier.num_entries and prefix.host.num_entries
+    hand.loop.storage.next_token = lambda ids: None
+    failed = hand.submit(text, max_tokens=3)
+    hand.run()
+    assert hand.last(failed).finish_reason == "error"
+    assert prefix.disk.tier.num_entries == prefix.host.num_entries == 0
 
 
 def file_of(folder: Path) -> Path:

@@ -295,8 +295,10 @@ def test_a_new_snapshot_of_an_old_page_is_young() -> None:
     """It saves half of what the old one saves, which nobody has used for long."""
     evictor, root = make(), node(None, 0)
     old, young = node(root, 16), node(root, 8)
+    young.num_uses = 2  # those of an earlier snapshot
     evictor.attach(old, 1, "prompt")
     evictor.clock += 64
     evictor.attach(young, 2, "prompt")
     victim = evictor.snapshot_victim(step=1)
     assert victim is not None and victim.entry is old
+    assert young.group == ("prompt", 0, 0)

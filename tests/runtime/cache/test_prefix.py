@@ -251,6 +251,10 @@ def test_a_decode_snapshot_that_others_started_from_stays() -> None:
     house.ask([*known(request, 3 * P), *text(3, 1)])
     house.run()
     assert {(3 * P, "decode"), (7 * P, "decode")} <= set(house.snapshots())
+    (entry,) = (entry for _, entry in house.prefix.contents() if entry.slot_id and entry.edge == 3 * P)
+    for behind in reversed(entry.subtree()[1:]):
+        house.prefix._evict(behind)
+    assert entry.group is not None and entry.group.below == 0
 
 
 def test_a_decode_snapshot_where_others_branched_off_stays() -> None:

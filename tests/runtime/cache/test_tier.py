@@ -59,10 +59,40 @@ def test_a_request_begins_with_the_state_of_nobody() -> None:
     found = tier.keep(first)
     assert found is not None and tier.keep(second) is not None and tier.num_free == 0
     with tier.held(found):
+        tier.hold(found)
+        tier.let_go(found)  # another's, who brings more of it
         assert tier.keep(*a_text(1, first=50)) is not None
         assert len(tier.state_of(found)) == tier.mover.units_per_slot
         tier.audit()
+        tier.forget(found)
+    while tier._give_up_one():
+        tier.audit()
+    assert tier.num_free == 8
+
+
+def test_a_leaf_goes_before_a_state_above_it_that_is_worth_less() -> None:
+    tier = Tier(Cost(10, 40, pair=1.0), P, Nowhere(FakeSession(resolved()), 8))
+    first, second = a_text(2)
+    one, two = tier.keep(first), tier.keep(second)
+    assert one is not None and two is not None and tier.num_free == 0
+    assert one.group is not None and one.group.below == 1
+    assert tier.reserve(tier.mover.units_per_slot) is not None
+    assert one.slot_id == 0 < two.slot_id
     tier.audit()
+
+
+def test_a_new_page_goes_before_one_that_was_read_long_ago() -> None:
+    tier = Tier(Cost(10, 0), P, Nowhere(FakeSession(resolved(), hybrid=False), 2))
+    old = tier.keep(*a_text(1))
+    assert old is not None
+    for _ in range(2):
+        tier.tick()
+        with tier.held(old):
+            tier.load(old, 0, [1], 1)
+    tier.tick()
+    new = tier.keep(*a_text(1, first=50))
+    assert tier.reserve(1) is not None
+    assert [entry for _, entry, _ in tier.contents()] == [new]
 
 
 def test_what_has_no_room_in_the_end_costs_all_that_others_have() -> None:

@@ -119,7 +119,7 @@ def test_a_snapshot_of_an_edge_that_was_passed_is_stored(stop: int) -> None:
     assert take is not None and take.edge == 2 * P
     num_free = house.slots.num_free
     house.slots.edge[slot_id] = stop
-    prefix.commit(slot_id, 2 * P, 2 * P)  # stored_edge=0: nothing was stored, though the page is published
+    prefix.commit(slot_id, 2 * P, 2 * P)  # snapshot_edge=0: nothing was stored, though the page is published
     assert len(lease.path) == 2
     assert lease.taken == [] and house.slots.num_free == num_free + 1
     assert (2 * P, "decode") not in house.snapshots()

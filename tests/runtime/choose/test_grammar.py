@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from queue import SimpleQueue
+from typing import NoReturn
 
 import numpy as np
 import pytest
@@ -283,6 +284,17 @@ def test_a_draft_behind_which_nothing_goes_on_is_dropped() -> None:
     assert follow(guide, [a], [b]) == 0
     with pytest.raises(Stuck, match="bad words leave no token"):
         follow(guide, [a, b])
+
+
+def test_drafts_take_longer_with_each_token_of_the_output() -> None:
+    class Output(list[int]):
+        def __iter__(self) -> NoReturn:
+            raise AssertionError("all of it is read")
+
+    guide, a = a_guide("a*b"), TEXTS.index("a")
+    guide._output = Output()
+    for n in range(3):
+        assert follow(guide, [a] * n, [a, a, EOS]) == 2 and len(guide._output) == n
 
 
 def test_a_token_that_the_grammar_forbids_is_never_read_on() -> None:

@@ -12,7 +12,9 @@ from kit.fake_session import FakeSession, hashed, oracle, resolved
 from kit.faulty import FaultySession
 from kit.hand import Hand, prompt
 
+from hemiola.plugins.rows import live_rows
 from hemiola.runtime.schedule.plan import Plan
+from hemiola.runtime.step.program import Batch
 
 P = 8  # tokens in a page
 TEXT = prompt(5 * P + 3)
@@ -95,12 +97,13 @@ def test_a_prompt_whose_last_step_fills_no_page_is_forgotten(
 def test_a_hit_that_spoilt_since_fails_every_request_that_begins_there(
     faulty: Callable[..., Hand], depth: int, what: str
 ) -> None:
-    """And what is cached behind it goes, too."""
-    hand = faulty(depth, faults=set())
+    """And what is cached behind it goes, too, and what the host keeps of it."""
+    hand = faulty(depth, faults=set(), host_cache_bytes=60)
     demand_answer(hand, TEXT)
     demand_answer(hand, TEXT[: 4 * P] + prompt(P, 5))
-    session = hand.loop.storage
-    for _, entry in hand.loop.scheduler.prefix.contents():
+    session, prefix = hand.loop.storage, hand.loop.scheduler.prefix
+    for _, entry in prefix.contents():
+        prefix._keep(entry)
         if what == "page" and entry.edge == P:
             session.dirty_pages[entry.page_id] = True
         if what == "snapshot" and entry.slot_id:
@@ -108,8 +111,48 @@ def test_a_hit_that_spoilt_since_fails_every_request_that_begins_there(
     failed = hand.submit(TEXT, max_tokens=9)
     hand.run()
     assert hand.last(failed).finish_reason == "error" and hand.requests[-1].hit_len > 0
-    assert cached(hand) == []
+    assert cached(hand) == [] == list(prefix.host.contents())
     demand_answer(hand, TEXT, hit=0)
+
+
+@pytest.mark.parametrize("depth", DEPTHS)
+@pytest.mark.parametrize("lateness", [0, 1])
+def test_a_copy_on_the_host_that_spoilt_fails_all_who_begin_from_it_at_once(
+    faulty: Callable[..., Hand], lateness: int, depth: int
+) -> None:
+    """One fails; the others start anew, also those whose copy is still under way."""
+    hand = faulty(depth, faults=set(), host_cache_bytes=60, max_step_tokens=64)
+    demand_answer(hand, TEXT)
+    prefix, session = hand.loop.scheduler.prefix, hand.loop.storage
+    while (entry := prefix.evictor.page_victim()) is not None:
+        prefix._evict(entry)
+
+    def spoil(batch: Batch) -> None:
+        for row, table in zip(live_rows(batch.rows, session.config.chunk_len), batch.page_table, strict=True):
+            if row.committed == 5 * P:
+                session.dirty_pages[table[:5]] = True
+
+    session.before_run, prefix.host.mover.lateness = spoil, lambda number: lateness * number
+    ids = [hand.submit(TEXT, max_tokens=9) for _ in range(3)]
+    hand.run()
+    assert [hand.requests[number - 1].metrics.cached_tokens for number in ids] == [5 * P] * 3
+    assert sorted(hand.last(number).finish_reason for number in ids) == ["error", "length", "length"]
+    assert dirty(hand) == [] == list(prefix.host.contents())
+
+
+def test_a_text_stays_cached_of_which_a_score_is_nan(make_hand: Callable[..., Hand]) -> None:
+    """Of a token within the prompt, at which nobody else looks."""
+
+    def next_token(context: list[int]) -> int | None:
+        return None if list(context) == TEXT[: 2 * P + 3] else hashed(context)
+
+    hand = make_hand(session=FakeSession(resolved(prefix_cache=True, max_step_tokens=P), next_token))
+    hand.submit(TEXT, max_tokens=1)
+    hand.run()
+    assert cached(hand)
+    scored = hand.submit(TEXT, max_tokens=1, prompt_logprobs=0)
+    hand.run()
+    assert "NaN" in str(hand.last(scored).error) and cached(hand) == []
 
 
 @pytest.mark.parametrize("depth", DEPTHS)
@@ -220,6 +263,43 @@ def test_a_cancelled_requests_spoilt_state_stays_on_a_proven_page(faulty: Callab
     hand.run()
     assert dirty(hand) == []
     demand_answer(hand, TEXT[: 2 * P] + prompt(2 * P, 6))
+
+
+def test_a_snapshot_in_the_slot_of_an_earlier_one_is_taken_for_proven(faulty: Callable[..., Hand]) -> None:
+    """By the answer of who had stored the earlier one of this page. The spoilt one is another's."""
+    hand = faulty(faults=set(), max_step_tokens=P + 4, chunk_len=P)
+    ids = [hand.submit(TEXT, max_tokens=9) for _ in range(2)]
+    hand.turn()
+    prefix, session = hand.loop.scheduler.prefix, hand.loop.storage
+    ((_, entry),) = prefix.contents()
+    slot_id = entry.slot_id
+    prefix._drop_snapshot(entry)
+    assert prefix.slots.acquire() == slot_id
+    prefix._attach(prefix._leases[hand.requests[1].slot_id], entry, slot_id)
+    session.states[slot_id] = TEXT[:P]
+    session.dirty_slots.add(slot_id)
+    while hand.requests[0].total_len == len(TEXT):
+        hand.turn()
+    hand.loop.abort(ids[1])
+    hand.run()
+    assert dirty(hand) == []
+    demand_answer(hand, TEXT)
+
+
+def test_a_cancel_takes_a_snapshot_from_which_another_began_and_has_answered(
+    faulty: Callable[..., Hand],
+) -> None:
+    hand = faulty(faults=set())
+    first = hand.submit(TEXT, max_tokens=9)
+    while hand.requests[0].committed_len < 2 * P:
+        hand.turn()
+    second = hand.submit(TEXT[: 2 * P + 1], max_tokens=1, priority=-1)
+    while not hand.ended(second):
+        hand.turn()
+    assert hand.requests[0].total_len == len(TEXT) and hand.requests[1].hit_len == 2 * P
+    hand.loop.abort(first)
+    hand.run()
+    demand_answer(hand, TEXT[: 2 * P] + prompt(3, 9), hit=2 * P)
 
 
 def test_a_sound_request_that_is_cancelled_later_leaves_nothing(faulty: Callable[..., Hand]) -> None:

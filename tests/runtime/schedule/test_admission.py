@@ -218,11 +218,11 @@ def test_a_request_of_a_worse_priority_starves_behind_a_steady_stream_of_better_
 
 
 def test_waiting_gains_no_better_priority_than_there_is(make_hand: Callable) -> None:
-    """Else those that wait longest would preempt others of their own class, in turns."""
+    """Else those that wait longest would preempt others of their own class, in turns. Nor does the oldest."""
     hand = make_hand(max_rows=1, aging_s=1.0)
     now = [0.0]
     hand.loop.scheduler.clock = lambda: now[0]
-    ids = [hand.submit(prompt(4, n), max_tokens=20, priority=3) for n in range(3)]
+    ids = [hand.submit(prompt(4, n), max_tokens=20, priority=3 + (n == 0)) for n in range(3)]
     for _ in range(200):
         now[0] += 10.0
         hand.turn()

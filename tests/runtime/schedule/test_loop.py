@@ -457,6 +457,22 @@ def test_cancels_reach_requests_that_wait_behind_others(make_hand: Callable, dep
     assert [hand.token_ids(i) for i in (runs, last)] == [oracle([1, 2], 20), oracle([7, 8], 9)]
 
 
+def test_who_comes_again_while_messages_are_read_keeps_all_others_waiting(make_hand: Callable) -> None:
+    """An on_piece that tries again, and is cancelled again."""
+    hand, comes = make_hand(), []
+
+    def again(piece: Piece) -> None:
+        comes.append(piece)
+        if len(comes) < 999:
+            hand.loop.abort(hand.submit([3, 4], on_piece=again))
+
+    beside = hand.submit([1, 2], max_tokens=5)
+    hand.loop.abort(hand.submit([3, 4], on_piece=again))
+    for _ in range(5):
+        hand.turn()
+    assert hand.ended(beside) and 1 < len(comes) < 9
+
+
 def test_a_preempted_request_that_waits_is_cancelled_with_what_it_said(make_hand: Callable) -> None:
     hand = make_hand(max_rows=1)
     worse = hand.submit([1, 2], max_tokens=20, priority=1)

@@ -4,9 +4,9 @@ import random
 from collections.abc import Callable
 
 import pytest
-from kit.fake_session import hashed, oracle
+from kit.fake_session import VOCAB, hashed, oracle
 from kit.hand import Hand, prompt
-from kit.proposers import always_right
+from kit.proposers import Scripted, always_right
 
 from hemiola.runtime.schedule.plan import Outcome, Plan
 from hemiola.runtime.schedule.request import Request
@@ -80,6 +80,22 @@ def test_a_preempted_request_loses_a_state_that_stands_at_a_pages_edge(make_hand
     hand.run()
     assert hand.token_ids(request.id) == oracle(prompt(3), 40)
     assert request.hit_len == 16 and request.metrics.num_preemptions == 1
+
+
+def test_wrong_drafts_that_might_have_passed_several_pages_cost_a_row_its_snapshots(
+    make_hand: Callable,
+) -> None:
+    """The host plans without knowing that they are wrong."""
+    wrong = Scripted(lambda text, room: [(hashed(text.ids[: text.total_len]) + 1) % VOCAB] * room)
+    hand = make_hand(proposer=wrong, num_drafts=12, prefix_cache=True, pipeline_depth=1)
+    hand.submit(prompt(3), max_tokens=50)
+    (request,), scheduler = hand.requests, hand.loop.scheduler
+    hand.turn()
+    while request.slot_id:
+        passed = scheduler.slots.edge[request.slot_id] // 8 * 8
+        snapshots = [entry.edge for _, entry in scheduler.prefix.contents() if entry.slot_id]
+        assert max(snapshots, default=0) == passed
+        hand.turn()
 
 
 def test_an_idle_plan_is_empty(make_hand: Callable) -> None:
