@@ -111,9 +111,8 @@ class Guard(Door):
                 await refuse(refusal, reader, writer, head)
         except (OSError, TimeoutError, asyncio.IncompleteReadError):
             pass  # nobody is there to be told
-        except (
-            asyncio.CancelledError
-        ):  # the door ends; asyncio 3.11 prints a traceback of each task that ends so
+        except asyncio.CancelledError:  # the door ends
+            # It is not raised again: asyncio 3.11 prints a traceback of each task that ends so.
             if head is not None and task in self._reading:
                 reason = self.reason or ending.REASON
                 with contextlib.suppress(OSError, TimeoutError, asyncio.CancelledError):

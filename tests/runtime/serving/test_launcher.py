@@ -57,7 +57,7 @@ def test_names_and_options_that_cannot_be_are_refused_at_once(
     assert code_and_field(call) == (code, field)
 
 
-def test_a_disk_cache_dir_of_few_words_goes_with_the_servers_own_folder(tmp_path: Path) -> None:
+def test_a_relative_disk_cache_dir_goes_with_the_servers_own_folder(tmp_path: Path) -> None:
     """In which tritonserver runs: the prefixes were removed when the server ended."""
     file = tmp_path / "models.json"
     file.write_text(json.dumps({"x": {"engine_dir": "a", "disk_cache_dir": "own"}, "y": {"engine_dir": "b"}}))
