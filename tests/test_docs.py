@@ -109,6 +109,7 @@ def serve(checkout: Path) -> Iterator[Callable[[str], Served]]:
 
     yield start
     ended = [(server.end(), ASLEEP.sub("", server.said)) for server in running.values()]
+    shutil.rmtree(checkout / "engines/prefixes", ignore_errors=True)  # a gigabyte
     assert ended == [(0, "")] * len(running)
 
 

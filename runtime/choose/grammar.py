@@ -37,6 +37,7 @@ MOST_KEPT = 64  # compiled grammars
 NUM_THREADS = 2
 TRIAL_LIMITS = TrialLimits()
 SHOWN = 300  # characters of a message
+DEAD_END = "no token goes on from here"
 QUOTED = re.compile(r"\s*(\d+ \||\^|<non-verbose/>)")
 END = "<|end of the grammar|>"  # our own token, behind the tokenizer's
 PLACE = "at 1(8): "  # behind "start: "
@@ -227,7 +228,9 @@ def compile_grammar(vocabulary: Vocabulary, asked: StructuredOutputsParams) -> G
     try:
         allowed(vocabulary, matcher, np.array([0]))
     except Stuck as stuck:
-        raise Refused("malformed", message=f"no text fits it ({stuck})", way_out="correct it") from None
+        if str(stuck) == DEAD_END:
+            raise Refused("malformed", message=f"no text fits it ({stuck})", way_out="correct it") from None
+        raise Refused("too_long", message=f"it is too large ({stuck})", way_out="simplify it") from None
     return Grammar(vocabulary, source, matcher)
 
 
@@ -287,15 +290,16 @@ def allowed(vocabulary: Vocabulary, matcher: LLMatcher, end_ids: np.ndarray) -> 
     num_bytes = -(-vocabulary.tokenizer.vocab_size // 32) * 4
     matcher.unsafe_compute_mask_ptr(bits.ctypes.data, num_bytes)
     if matcher.is_error():
-        dead_end = matcher.stop_reason() == "NoExtensionBias"
-        raise Stuck("no token goes on from here" if dead_end else _reason(matcher))
+        reason = _reason(matcher)
+        is_dead_end = "NoExtensionBias" in (matcher.stop_reason(), reason)
+        raise Stuck(DEAD_END if is_dead_end else reason)
     word, place = divmod(vocabulary.num_real, 32)
     bits[word] &= np.uint32((1 << place) - 1)
     bits[word + 1 :] = 0
     if matcher.is_accepting():
         np.bitwise_or.at(bits, end_ids >> 5, _bit(end_ids))
     if not bits.any():
-        raise Stuck("no token goes on from here")
+        raise Stuck(DEAD_END)
     return bits
 
 

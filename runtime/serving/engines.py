@@ -54,6 +54,9 @@ def read_models(
         with within(f"{file}: {name}", in_python):
             settings.split(model_settings)
     paths = [file.parent / model_settings["engine_dir"] for model_settings in models.values()]
+    for model_settings in models.values():
+        if model_settings.get("disk_cache_dir"):
+            model_settings["disk_cache_dir"] = str(file.parent / model_settings["disk_cache_dir"])
     return name_engines(paths, list(models)), models
 
 

@@ -34,7 +34,7 @@ from hemiola.runtime.serving.http_request import (
 )
 from hemiola.runtime.serving.json_size import check_brackets, check_size, is_dear
 from hemiola.runtime.serving.ports import Ports, bind
-from hemiola.runtime.serving.relay import exchange, left
+from hemiola.runtime.serving.relay import HEAD, exchange, left
 
 MAX_BODIES = 16 * MAX_BODY  # bytes, on their way at once
 SMALL_BODY = 2**16  # these always have room
@@ -82,8 +82,8 @@ class Guard(Door):
             task.cancel()
         self._aside.close()
         self._dear.shutdown(wait=False)
-        if self._answering:
-            await asyncio.wait(set(self._answering), timeout=FLUSH_S)
+        if last := self._reading | self._answering:
+            await asyncio.wait(last, timeout=FLUSH_S)
 
     @property
     def _num_open(self) -> int:
@@ -97,34 +97,40 @@ class Guard(Door):
     async def _connection(
         self, target: Path, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> None:
-        task = asyncio.current_task()
+        task, head = asyncio.current_task(), None
         assert task is not None
         self._reading.add(task)
         try:
-            request = [await self._read(reader, writer)]  # `exchange` takes it out
+            head = await self._read_head(reader)
+            request = [await self._read(head, reader, writer)]  # `exchange` takes it out
             self._reading.discard(task)
             self._answering.add(task)
             await exchange(target, request, reader, writer, lambda: self.reason)
         except Refusal as refusal:
             with contextlib.suppress(OSError, TimeoutError):
-                await refuse(refusal, reader, writer)
+                await refuse(refusal, reader, writer, head)
         except (OSError, TimeoutError, asyncio.IncompleteReadError):
             pass  # nobody is there to be told
-        except asyncio.CancelledError:
-            pass  # the door ends; asyncio 3.11 prints a traceback of each task that ends so
+        except asyncio.CancelledError:  # the door ends
+            # It is not raised again: asyncio 3.11 prints a traceback of each task that ends so.
+            if head is not None and task in self._reading:
+                reason = self.reason or ending.REASON
+                with contextlib.suppress(OSError, TimeoutError, asyncio.CancelledError):
+                    await refuse(Refusal(HTTPStatus.SERVICE_UNAVAILABLE, reason), reader, writer, head)
         except Exception as error:  # this machine has no thread left, or no memory
             self._log.error("a request failed: %s: %s", type(error).__name__, one_line(error))
             if task in self._reading:
                 with contextlib.suppress(OSError, TimeoutError):
-                    await refuse(Refusal(HTTPStatus.INTERNAL_SERVER_ERROR, UNREAD), reader, writer)
+                    await refuse(Refusal(HTTPStatus.INTERNAL_SERVER_ERROR, UNREAD), reader, writer, head)
         finally:
             self._reading.discard(task)
             self._answering.discard(task)
             writer.transport.abort()
 
-    async def _read(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bytes:
+    async def _read(
+        self, head: RequestHead, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> bytes:
         """The request as it goes on."""
-        head = await self._read_head(reader)
         begun = time.perf_counter()
         if head.length is not None and head.length > MAX_BODY:
             raise too_large()
@@ -135,7 +141,7 @@ class Guard(Door):
             raise Refusal(HTTPStatus.SERVICE_UNAVAILABLE, self.reason or ending.REASON)
         mark = f"{arrival.NAME}: {arrival.make_mark(self._door_key, begun)}".encode()
         kept = [head.first_line, *head.kept, b"Connection: close", *([mark] if self._door_key else [])]
-        if body or not head.first_line.startswith((b"GET ", b"HEAD ")):
+        if body or not head.first_line.startswith((b"GET ", HEAD)):
             kept += [b"Content-Type: application/json", b"Content-Length: %d" % len(body)]
         return b"\r\n".join([*kept, b"", body])
 
@@ -211,13 +217,19 @@ def check_names(body: bytearray) -> None:
         pass  # no JSON: tritonserver says so
 
 
-async def refuse(refusal: Refusal, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+async def refuse(
+    refusal: Refusal,
+    reader: asyncio.StreamReader,
+    writer: asyncio.StreamWriter,
+    asked: RequestHead | None,  # None: it could not be read
+) -> None:
     body = json.dumps({"error": str(refusal)}).encode()
     status = refusal.status
     head = f"HTTP/1.1 {status.value} {status.phrase}\r\nContent-Type: application/json\r\n"
+    sent = b"" if asked is not None and asked.first_line.startswith(HEAD) else body
     if status is HTTPStatus.UNSUPPORTED_MEDIA_TYPE:
         head += "Accept-Encoding: identity\r\n"
-    writer.write(f"{head}Content-Length: {len(body)}\r\nConnection: close\r\n\r\n".encode() + body)
+    writer.write(f"{head}Content-Length: {len(body)}\r\nConnection: close\r\n\r\n".encode() + sent)
     writer.write_eof()
     async with asyncio.timeout(LINGER_S):
         await left(reader)

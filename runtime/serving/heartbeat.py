@@ -4,6 +4,7 @@ The model writes it, whoever started the server reads it. Times are time.monoton
 machine share and no change of the clock touches.
 """
 
+import errno
 import json
 import math
 import os
@@ -27,10 +28,16 @@ class Beat(NamedTuple):
 
 
 def write(path: Path, beat: Beat) -> None:
-    """Whole or not at all."""
-    draft = _draft(path)
-    draft.write_text(json.dumps(beat))
-    draft.replace(path)
+    """Whole or not at all. Without room over the one before, which has its own."""
+    draft, text = _draft(path), json.dumps(beat)
+    try:
+        draft.write_text(text)
+        draft.replace(path)
+    except OSError as error:
+        if error.errno != errno.ENOSPC:
+            raise
+        with path.open("r+b") as before:
+            before.write(text.ljust(os.fstat(before.fileno()).st_size).encode())
 
 
 def _draft(path: Path) -> Path:

@@ -5,6 +5,7 @@ import fcntl
 import glob
 import os
 import re
+import shlex
 import shutil
 import signal
 import stat
@@ -12,7 +13,7 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
-from hemiola.runtime.errors import Refused
+from hemiola.runtime.errors import Refused, shown
 
 PREFIX = "hemiola-serve-"
 OWNER = "owner"  # a file that is locked while the folder's owner lives, by the kernel's word
@@ -26,6 +27,11 @@ class Home:
     """Made when opened, gone when removed. Nobody else's next start removes it while we live."""
 
     def __init__(self) -> None:
+        folder = tempfile.gettempdir()
+        if shlex.quote(folder) != folder:  # the Python backend starts engines by a shell, and waits for ever
+            message = f"the folder for temporary files is {shown(folder)}, which tritonserver cannot use"
+            way_out = "set TMPDIR to one whose path needs no quotes in a shell, such as /tmp"
+            raise Refused("unsupported", message=message, way_out=way_out)
         remove_stale()
         lock = None
         while lock is None:

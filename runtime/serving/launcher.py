@@ -79,7 +79,7 @@ class Server:
         self.grpc_host = self.host if grpc_host is None else address_of(grpc_host)
         self._wanted = self.ports = ports  # `check` chooses those that are 0
         self._settings = {
-            name: {**(options or {}), **(settings_of or {}).get(name, {}), "engine_dir": str(path)}
+            name: with_paths({**(options or {}), **(settings_of or {}).get(name, {})}, path)
             for name, path in self.engines.items()
         }
         for chosen in self._settings.values():
@@ -134,7 +134,7 @@ class Server:
             file = self._models_file
             with within(name) if file is None else within(f"{file}: {name}", in_python):
                 engine = outlines[name]
-                chosen["engine_dir"] = str(self.engines[name].resolve())
+                chosen.update(with_paths(chosen, self.engines[name].resolve()))
                 check_sizes(chosen, engine)
                 chosen["device"] = choose_gpu(
                     self.engines[name], engine.arch, chosen.get("device"), engine.tp
@@ -165,8 +165,6 @@ class Server:
     def start(self, display: Display = silent) -> None:
         """Returns when every model answers; raises Refused with the reason when one will not."""
         triton = self._triton or self.check()
-        for front in self.fronts:
-            front.reason = ""
         self._guard = Guard(self.host, self.ports, self.door_key)
         self._home = Home()
         write_repository(
@@ -227,6 +225,8 @@ class Server:
                 message = f"tritonserver has loaded its engines, but opened no door within {OPEN_S:g} s"
                 raise NeverOpened("failed", message=message, way_out="start it again")
             time.sleep(0.05)
+        for front in self.fronts:
+            front.reason = ""  # why the server before was lost
         self._guard.start({"http": http, "metrics": metrics})
         self._log.ready = True
 
@@ -391,6 +391,18 @@ class Server:
             self._home.remove()
             self._home = None
         self.printer.flush()
+
+
+def with_paths(model_settings: Mapping[str, Any], engine_dir: Path) -> dict[str, Any]:
+    """Settings whose paths tritonserver finds, which has a folder and a Python of its own."""
+    paths = {"engine_dir": str(engine_dir.absolute())}
+    if isinstance(folder := model_settings.get("disk_cache_dir"), str):
+        paths["disk_cache_dir"] = str(Path(folder).absolute())
+    for name, path in paths.items():
+        if not path.isascii():
+            limit, way_out = "and tritonserver finds paths in ASCII only", "choose another folder"
+            raise Refused("unsupported", name, path, limit, way_out)
+    return {**model_settings, **paths}
 
 
 def reachable(host: str) -> str:

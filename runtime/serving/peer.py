@@ -36,6 +36,7 @@ MOST_LINE = 2**23  # bytes: of 800,000 ids
 MOST_BYTES = 2**36  # of a prefix
 MOST_AT_ONCE = 4  # exports
 MOST_ASKED = 64  # that wait for one of these places; others are refused
+MOST_FETCHES = 64  # by one agent: of each, both ends keep a connection open until the agent goes
 MOST_SILENT = 128  # connections that have not asked yet; of more the oldest is closed
 PIECE = 2**24  # bytes of one transfer: a copy that a transport makes at once holds Python's lock
 POLL = 0.0005  # seconds
@@ -57,7 +58,8 @@ class Peer:
 
     def __init__(self, export: Export | None = None, host: str = "127.0.0.1", port: int = 0) -> None:
         self._agent = _agent()
-        self._lock = threading.Lock()  # around the agent
+        self._num_fetches = 0
+        self._lock = threading.Lock()  # around all agents
         self._reading: defaultdict[str, threading.Lock] = defaultdict(threading.Lock)  # by address
         self._closing = False
         self._pid = os.getpid()
@@ -88,14 +90,15 @@ class Peer:
             answer = _answer(address, _line(connection, end))
             if "refused" in answer:
                 raise _refused(address, answer)
-            packed = np.zeros(answer["size"], np.uint8)
+            packed, agent = np.zeros(answer["size"], np.uint8), self._agent_of_a_fetch()
             with (
                 self._alone(address, end),
-                self._remote(address, answer["agent"]) as name,
-                self._registered(packed),
+                self._remote(agent, address, answer["agent"]) as name,
+                self._registered(agent, packed),
             ):
                 for first in range(0, len(packed), PIECE):
-                    self._read(address, name, packed[first : first + PIECE], answer["place"] + first, end)
+                    into, place = packed[first : first + PIECE], answer["place"] + first
+                    self._read(agent, address, name, into, place, end)
             with suppress(OSError):
                 connection.sendall(b"done\n")
         return packed.data
@@ -122,8 +125,18 @@ class Peer:
 
     # Who fetches.
 
-    def _read(self, address: str, name: str, into: np.ndarray, place: int, end: float) -> None:
-        agent = self._agent
+    def _agent_of_a_fetch(self) -> Any:
+        """Another from time to time; whoever uses the one before still has it."""
+        with self._lock:
+            self._num_fetches += 1
+            if self._num_fetches % MOST_FETCHES:
+                return self._agent
+        made = _agent()
+        with self._lock:
+            self._agent = made
+        return made
+
+    def _read(self, agent: Any, address: str, name: str, into: np.ndarray, place: int, end: float) -> None:
         with self._lock:
             destination = agent.get_xfer_descs([(into.ctypes.data, len(into), 0)], "DRAM")
             there = agent.get_xfer_descs([(place, len(into), 0)], "DRAM")
@@ -156,11 +169,11 @@ class Peer:
             reading.release()
 
     @contextmanager
-    def _remote(self, address: str, metadata: bytes) -> Iterator[str]:
+    def _remote(self, agent: Any, address: str, metadata: bytes) -> Iterator[str]:
         """The name of the peer's agent."""
         try:
             with self._lock:
-                name = self._agent.add_remote_agent(metadata)
+                name = agent.add_remote_agent(metadata)
         except Exception as error:
             if type(error).__name__ in UNREADABLE:
                 raise _garbage(address, f"NIXL cannot read its agent ({one_line(error)})") from None
@@ -169,18 +182,18 @@ class Peer:
             yield name
         finally:
             with self._lock, suppress(Exception):
-                self._agent.remove_remote_agent(name)
+                agent.remove_remote_agent(name)
 
     @contextmanager
-    def _registered(self, content: np.ndarray) -> Iterator[Any]:
+    def _registered(self, agent: Any, content: np.ndarray) -> Iterator[Any]:
         """The agents of others may read it, or this one may write it."""
         with self._lock:
-            memory = self._agent.register_memory([(content.ctypes.data, len(content), 0, "")], "DRAM")
+            memory = agent.register_memory([(content.ctypes.data, len(content), 0, "")], "DRAM")
         try:
             yield memory
         finally:
             with self._lock:
-                self._agent.deregister_memory(memory)
+                agent.deregister_memory(memory)
 
     # Who serves.
 
@@ -233,10 +246,11 @@ class Peer:
         except (Refused, Failed) as error:
             _refuse(connection, error)
             return
-        with self._registered(packed) as memory:
+        agent = self._agent
+        with self._registered(agent, packed) as memory:
             with self._lock:
-                agent = self._agent.get_partial_agent_metadata(memory, True, ["UCX"])
-            place = {"agent": base64.b64encode(agent).decode(), "place": packed.ctypes.data}
+                described = agent.get_partial_agent_metadata(memory, True, ["UCX"])
+            place = {"agent": base64.b64encode(described).decode(), "place": packed.ctypes.data}
             connection.sendall(json.dumps(place | {"size": len(packed)}).encode() + b"\n")
             end = time.monotonic() + PATIENCE
             ended = select.poll()  # it is done, or gone
@@ -246,7 +260,7 @@ class Peer:
                 if time.monotonic() > end or self._closing:
                     return
                 with self._lock:
-                    self._agent.get_new_notifs()  # moves what is under way
+                    agent.get_new_notifs()  # moves what is under way
 
 
 def _hang_up(connection: socket.socket | None) -> None:

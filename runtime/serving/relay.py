@@ -11,6 +11,7 @@ from pathlib import Path
 from hemiola.runtime.serving.http_request import CHUNK, MAX_LINE, Refusal
 from hemiola.runtime.serving.slow_reader import never_waits, writing
 
+HEAD = b"HEAD "
 LAST_CHUNK = b"0\r\n\r\n"
 STREAM = (b"\r\ncontent-type: text/event-stream", b"\r\ntransfer-encoding: chunked")
 CHUNKED = re.compile(rb"transfer-encoding:\s*chunked\s*", re.IGNORECASE)
@@ -56,14 +57,15 @@ async def _relay(
 ) -> None:
     """The answer, piece by piece. A client that reads nothing of it for a time is left."""
     is_old = request[0].partition(b"\r\n")[0].endswith(b" HTTP/1.0")
-    asked.write(request.pop())
+    is_head = request[0].startswith(HEAD)
+    asked.write(b"GET " + request.pop().removeprefix(HEAD) if is_head else request.pop())
     with contextlib.suppress(OSError):  # what it has said before it closed is the answer
         await asked.drain()
     passed = Passed()
-    unchunked = Unchunked() if is_old else None
+    changed = OnlyHead() if is_head else Unchunked() if is_old else None
     while piece := await _read(answer):
         passed.add(piece)
-        await _write(writer, piece if unchunked is None else unchunked.take(piece))
+        await _write(writer, piece if changed is None else changed.take(piece))
     if not passed.tail:
         why = reason() or "tritonserver closed the connection without an answer; try again in a moment"
         raise Refusal(HTTPStatus.SERVICE_UNAVAILABLE if reason() else HTTPStatus.BAD_GATEWAY, why)
@@ -90,6 +92,23 @@ async def _write(writer: asyncio.StreamWriter, piece: bytes) -> None:
     if watched:
         async with writing(writer.transport):
             await writer.drain()
+
+
+class OnlyHead:
+    """An answer to HEAD, which tritonserver does not know: that to GET without its body."""
+
+    def __init__(self) -> None:
+        self._held = b""
+        self._ended = False
+
+    def take(self, piece: bytes) -> bytes:
+        """What of it goes on."""
+        if self._ended:
+            return b""
+        self._held += piece
+        head, end, _ = self._held.partition(b"\r\n\r\n")
+        self._ended = bool(end)
+        return head + end if end else b""
 
 
 class Unchunked:

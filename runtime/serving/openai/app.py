@@ -80,6 +80,8 @@ class App:
         self._readers = Readers()
         self._aside = Aside({name: part for model in models.values() for name, part in model.parts.items()})
         self._refuses = refuses
+        self._reading: set[asyncio.Task[Any]] = set()  # whose requests are not on their way yet
+        self._end_reason = ""
         self._num_open = 0  # requests to the engine
         self._num_handled = 0  # requests of callers
 
@@ -87,6 +89,13 @@ class App:
     def num_answering(self) -> int:
         """Requests whose body is whole, and whose answer is not."""
         return self._num_handled - self._bodies.num_reading
+
+    def end(self, reason: str) -> None:
+        """Answers under way end with an error that says why."""
+        self._end_reason = reason
+        self._wire.end(reason)
+        for task in self._reading:
+            task.cancel()
 
     def close(self) -> None:
         self._readers.close()
@@ -212,8 +221,22 @@ class App:
     async def _made(self, function: Callable[..., Made], body: bytearray, *arguments: object) -> Made:
         """What function(body, *arguments) returns; where it holds up nobody."""
         if is_dear(body):
-            return await self._readers.run(LARGE + 1, partial(self._aside.run, function, body, *arguments))
-        return await self._readers.run(len(body), partial(function, body, *arguments))
+            return await self._read(LARGE + 1, partial(self._aside.run, function, body, *arguments))
+        return await self._read(len(body), partial(function, body, *arguments))
+
+    async def _read(self, size: int, work: Callable[[], Made]) -> Made:
+        """By a thread; what has not ended when the server does is answered nevertheless."""
+        task = asyncio.current_task()
+        assert task is not None
+        self._reading.add(task)
+        try:
+            return await self._readers.run(size, work)
+        except asyncio.CancelledError:
+            if not self._end_reason:
+                raise  # its client has left
+            raise ApiError(503, self._end_reason, code="server_ends") from None
+        finally:
+            self._reading.discard(task)
 
     # ---- what is generated
 
@@ -241,7 +264,7 @@ class App:
         del body
         with named(names), self._admit(len(work.asked)):
             pack = partial(self._wire.pack, model, work.asked, begun)
-            packed = await self._readers.run(work.num_sent, pack)
+            packed = await self._read(work.num_sent, pack)
             return await self._answer(http, options, work, packed)
 
     async def _answer(

@@ -100,7 +100,7 @@ class Front(Door):
             await self._refusing.wait()
             await self._stop_listening(listening)
             await self._drain(app)
-            wire.end(self.reason or f"the server ends, and {LATE.format(self._exit_timeout_s)}")
+            app.end(self.reason or f"the server ends, and {LATE.format(self._exit_timeout_s)}")
         finally:
             await runner.cleanup()
             await wire.close(FLUSH_S)

@@ -189,6 +189,14 @@ def test_a_bad_grammar_is_refused_and_the_next_one_works(name: str) -> None:
     assert grammars().compile(StructuredOutputsParams(regex="a"))
 
 
+def test_no_text_fits_a_grammar_that_is_too_large(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "LIMITS", module.LLParserLimits(step_lexer_fuel=9))
+    vocabulary = grammars()._make_vocabulary()
+    with pytest.raises(Refused, match=r"^it is too large \(.*; simplify it$") as refused:
+        module.compile_grammar(vocabulary, StructuredOutputsParams(regex="([ab]{1,9}c){1,9}"))
+    assert refused.value.code == "too_long"
+
+
 @pytest.mark.parametrize(
     ("params", "reason"),
     [

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from hemiola.runtime.serving import heartbeat
+from hemiola.runtime.errors import Refused
+from hemiola.runtime.serving import files, heartbeat
 
 RAISED = """
 import resource
@@ -37,6 +38,29 @@ def test_a_server_stays_with_the_files_of_a_shell(soft: int, hard: int, raised: 
         env=os.environ,
     )
     assert list(map(int, ran.stdout.split())) == [raised, most]
+
+
+def test_a_server_without_files_fills_its_log(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With 64, tritonserver wrote 2.6 million lines in 20 s."""
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (64, 64))
+    with pytest.raises(Refused, match=r"may have 64 files open .*, and a server needs 256"):
+        files.raise_limit()
+
+
+def test_an_engine_is_lost_when_shared_memory_is_full(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For as long as --hang-timeout; anybody may fill it."""
+
+    def write_text(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    path, beat = tmp_path / "m", heartbeat.now(0.0, 0.0, 1, "a longer one")
+    heartbeat.write(path, beat)
+    monkeypatch.setattr(Path, "write_text", write_text)
+    for last in (beat._replace(time=beat.time + 9, failure=""), beat._replace(failure="b" * 500)):
+        heartbeat.write(path, last)
+        assert heartbeat.read(path) == last
 
 
 def test_an_engine_is_lost_when_its_launcher_has_no_file_left(

@@ -368,6 +368,14 @@ OLD_GET = b"GET /x HTTP/1.0\r\n\r\n"
 PLAIN = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\n\r\n"
 
 
+def test_an_answer_to_head_is_a_refusal_or_has_a_body(guard: Guard, upstream: Upstream) -> None:
+    """Of which its connection's next reader would know nothing; tritonserver has no HEAD."""
+    assert said(guard, b"HEAD /x HTTP/1.1\r\nA: b\r\n\r\n") == ANSWER.removesuffix(b"ok")
+    assert upstream.asked[0].startswith(b"GET /x HTTP/1.1\r\nA: b\r\n")
+    refused = said(guard, b"HEAD /x HTTP/1.1\r\nContent-Length: 99999999\r\n\r\n")
+    assert refused.startswith(b"HTTP/1.1 413 ") and refused.endswith(b"\r\n\r\n")
+
+
 def test_a_client_of_http_1_0_gets_chunks_which_it_does_not_know(guard: Guard, upstream: Upstream) -> None:
     upstream.answer = EVENTS + EVENT * 3 + b"1;x\r\n\r\r\n" + b"40000\r\n" + b"y" * 2**18 + b"\r\n0\r\n\r\n"
     assert said(guard, OLD_GET) == PLAIN + b"data: {}\n\n" * 3 + b"\r" + b"y" * 2**18
@@ -538,6 +546,30 @@ def test_a_door_that_drains_takes_new_connections_or_cuts_answers(guard: Guard, 
         until(refused)
         for _ in range(100):
             assert held.recv(2**16)
+
+
+def test_a_body_that_is_being_read_when_the_door_closes_gets_no_answer(
+    guard: Guard, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At a second signal; nor does one that is on its way. Who has asked for nothing gets none."""
+    gate, reading = threading.Event(), threading.Event()
+    monkeypatch.setattr(guards, "check_content", lambda *_: reading.set() or gate.wait(60))
+    large = request(b" " * (guards.SMALL_BODY + 1))
+    with contextlib.ExitStack() as stack:
+        callers = [
+            stack.enter_context(socket.create_connection(("127.0.0.1", guard.ports["http"]), timeout=60))
+            for _ in range(3)
+        ]
+        for caller, sent in zip(callers, (large, large[:100], b"POST /x"), strict=True):
+            caller.sendall(sent)
+        until(lambda: reading.is_set() and guard._num_bytes > len(large) - 100 and len(guard._reading) == 3)
+        guard.close("the server burns")
+        gate.set()
+        answers = [caller.recv(2**16) for caller in callers]
+    assert all(
+        answer.startswith(b"HTTP/1.1 503 ") and b"the server burns" in answer for answer in answers[:2]
+    )
+    assert not answers[2]
 
 
 @pytest.mark.parametrize("reason", ["", "tritonserver burns"])

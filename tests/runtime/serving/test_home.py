@@ -2,6 +2,7 @@
 
 import fcntl
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -43,6 +44,18 @@ def test_a_home_goes_with_all_it_has(tmp_path: Path) -> None:
     assert home.beats.is_dir()
     home.remove()
     assert os.listdir(tmp_path) == ["shm"] and not os.listdir(tmp_path / "shm")
+
+
+@pytest.mark.parametrize("name", ["a b", "$x", "é"])
+def test_a_temporary_folder_that_a_shell_reads_otherwise_holds_up_the_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """The backend starts an engine by a shell, and waits for it for ever."""
+    (tmp_path / name).mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / name))
+    with pytest.raises(Refused, match=f"temporary files is '.*{re.escape(name)}'.*; set TMPDIR to"):
+        Home()
+    assert not os.listdir(tmp_path / name)
 
 
 def test_only_homes_of_the_dead_are_removed() -> None:

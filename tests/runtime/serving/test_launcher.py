@@ -1,6 +1,7 @@
 """What a server decides before and after tritonserver; tests/model_repo has the real one."""
 
 import errno
+import json
 import math
 import signal
 import socket
@@ -21,7 +22,7 @@ from kit.served import until
 from hemiola.runtime.errors import Refused
 from hemiola.runtime.progress import Display
 from hemiola.runtime.serving import ending, heartbeat, launcher
-from hemiola.runtime.serving.engines import name_engines
+from hemiola.runtime.serving.engines import name_engines, read_models
 from hemiola.runtime.serving.heartbeat import Beat
 from hemiola.runtime.serving.home import Home
 from hemiola.runtime.serving.launcher import Server
@@ -48,12 +49,24 @@ def test_engines_are_named_in_order() -> None:
         (lambda: name_engines([A], ["x" * 201]), "malformed", "model_name"),  # no name of a folder, too
         (lambda: Server({"hemiola": Path("a\0b")}).check(), "not_found", "engine_dir"),
         (lambda: Server({"hemiola": A}, options={"max_row": 4}), "unknown", "max_row"),
+        (lambda: Server({"hemiola": Path("é")}), "unsupported", "engine_dir"),
+        (lambda: Server({"hemiola": A}, options={"disk_cache_dir": "é"}), "unsupported", "disk_cache_dir"),
     ],
 )
 def test_names_and_options_that_cannot_be_are_refused_at_once(
     call: Callable[[], object], code: str, field: str
 ) -> None:
     assert code_and_field(call) == (code, field)
+
+
+def test_a_relative_disk_cache_dir_goes_with_the_servers_own_folder(tmp_path: Path) -> None:
+    """In which tritonserver runs: the prefixes were removed when the server ended."""
+    file = tmp_path / "models.json"
+    file.write_text(json.dumps({"x": {"engine_dir": "a", "disk_cache_dir": "own"}, "y": {"engine_dir": "b"}}))
+    engines, settings_of = read_models(file, [], [])
+    server = Server(engines, options={"disk_cache_dir": "all"}, settings_of=settings_of)
+    folders = [settings["disk_cache_dir"] for settings in server._settings.values()]
+    assert folders == [str(tmp_path / "own"), str(Path.cwd() / "all")]
 
 
 def test_every_interface_is_reached_by_loopback() -> None:
@@ -423,6 +436,22 @@ def test_a_front_is_told_why_its_streams_are_cut_when_they_are_cut_already(
         server.stop()
     assert front.refused
     assert front.told == [("3 requests in flight are lost: not ended within 0 s (--exit-timeout)", True)]
+
+
+def test_a_front_names_a_socket_while_its_server_starts_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has lost it for a reason."""
+
+    def guard(*_: object) -> None:
+        raise Refused("in_use", message="the port is taken")
+
+    monkeypatch.setattr(launcher, "Guard", guard)
+    server = Server({})
+    door, server._triton = FakeDoor(server), SimpleNamespace()
+    server.fronts.append(door)
+    server._tell("it burns")
+    with pytest.raises(Refused, match="the port is taken"):
+        server.start()
+    assert door.reason == "it burns"
 
 
 def test_an_engine_takes_new_requests_of_a_server_that_ends(family: subprocess.Popen[str]) -> None:

@@ -75,6 +75,20 @@ def test_a_fetch_that_ends_loses_others_the_agent_of_their_peer(start: Start, ow
         assert all(pool.map(fetch, range(24)))
 
 
+def test_each_fetch_takes_a_descriptor_for_ever(
+    start: Start, own: Peer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At both ends: after a thousand requests no worker could open another."""
+    monkeypatch.setattr(peers, "MOST_FETCHES", 4, raising=False)
+    process, address = start("echo")
+    counts: dict[int | str, list[int]] = {"self": [], process.pid: []}
+    for number in range(24):
+        own.fetch(address, [number + 1])
+        for pid, counted in counts.items():
+            counted.append(len(os.listdir(f"/proc/{pid}/fd")))
+    assert all(max(counted[12:]) <= max(counted[:12]) for counted in counts.values()), counts
+
+
 def test_an_answer_from_a_fetched_prefix_is_the_plain_runs(
     start: Start, own: Peer, engine_dir: Path, tiny_engine: Callable[..., Path]
 ) -> None:

@@ -13,7 +13,7 @@ from kit.scripted_triton import ScriptedTriton, script
 from kit.served import until
 
 from hemiola.runtime.serving import slow_reader, wire
-from hemiola.runtime.serving.openai import body
+from hemiola.runtime.serving.openai import app, body, readers
 from hemiola.runtime.serving.openai.front import Front
 
 ASKED = {"model": "tiny", "prompt": "x"}
@@ -104,6 +104,23 @@ def test_an_answer_that_the_end_cuts_does_not_say_so(
         assert said.status_code == 503
         error = said.json()["error"]
     assert expected in error["message"]
+
+
+def test_a_body_that_is_being_read_when_the_front_closes_gets_no_answer(
+    start: Callable[..., Front], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At a second signal."""
+    reading, gate = threading.Event(), threading.Event()
+    monkeypatch.setattr(app, "prepare", lambda *_: reading.set() or gate.wait(60))
+    front = start(exit_timeout_s=FOREVER_S)
+    with ThreadPoolExecutor(1) as threads:
+        asked = ASKED | {"prompt": "x" * 2 * readers.SMALL}
+        answer = threads.submit(requests.post, f"{front.url}/completions", json=asked, timeout=60)
+        assert reading.wait(60)
+        front.close("the server burns")
+        gate.set()
+    said = answer.result()
+    assert said.status_code == 503 and said.json()["error"]["message"] == "the server burns"
 
 
 def test_a_server_that_is_lost_is_named_by_its_socket(
