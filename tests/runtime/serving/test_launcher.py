@@ -3,6 +3,7 @@
 import errno
 import json
 import math
+import os
 import signal
 import socket
 import subprocess
@@ -10,7 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack, nullcontext, suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -164,7 +165,9 @@ def family(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
     process = subprocess.Popen(command, cwd=tmp_path, start_new_session=True)
     until(lambda: (tmp_path / "pid").is_file() and (tmp_path / "pid").read_text())
     yield process
-    process.kill()
+    with suppress(ProcessLookupError):  # or the child would live on
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
 
 
 def serving(family: subprocess.Popen[str], *names: str, exit_timeout_s: float = 60) -> Server:
@@ -353,7 +356,7 @@ def test_a_start_that_took_too_long_named_no_way_out(family: subprocess.Popen[st
 
 @pytest.mark.parametrize("num_stuck", [1, 2, 3])
 def test_a_server_that_loads_and_never_opens_is_waited_for_until_the_start_timeout(
-    monkeypatch: pytest.MonkeyPatch, family: subprocess.Popen[str], num_stuck: int
+    family: subprocess.Popen[str], monkeypatch: pytest.MonkeyPatch, num_stuck: int
 ) -> None:
     """Seen once: tritonserver's threads slept behind a loaded engine, and nothing listened."""
     monkeypatch.setattr(launcher, "OPEN_S", 0.0)
