@@ -577,12 +577,14 @@ def test_brackets_or_bytes_in_the_name_of_a_folder_end_a_command_with_a_tracebac
     """An engine was made, and could not be shown: the ones are markup, the others no text."""
     monkeypatch.chdir(tmp_path)
     Path("[").mkdir()
-    (engine := Path("[/red]\udcff")).symlink_to(tiny_engine("qwen3_5"))
+    (engine := Path("[/red]")).symlink_to(tiny_engine("qwen3_5"))
     found = manifest.load(engine)
     monkeypatch.setattr(cli, "_build", lambda *_: found)
     code, out, err = run("source", "--engine-dir", engine)
-    assert (code, err) == (0, "") and "[/red]\ufffd" in out
-    inspected.show(engine, found, ServeConfig())
+    assert (code, err) == (0, "") and "[/red]" in out
+    (other := Path("[/red]\udcff")).symlink_to(engine.absolute())
+    assert run("source", "--engine-dir", other)[0] == 2  # before anything is made
+    inspected.show(other, found, ServeConfig())
     assert "[/red]\ufffd" in capsys.readouterr().out
 
 
