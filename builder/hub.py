@@ -10,7 +10,7 @@ import re
 import shutil
 import sys
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -39,7 +39,7 @@ from hemiola.builder.checkpoint import INDEX, TOKENIZER_FILES, shard_names
 from hemiola.builder.formats.declared import MODELOPT
 from hemiola.builder.hashes import hash_files
 from hemiola.runtime.errors import Refused, one_line
-from hemiola.runtime.progress import FETCHING, HASHING_CHECKPOINT, Report, size
+from hemiola.runtime.progress import FETCHING, Report, size
 
 CONFIG = "config.json"
 SMALL = (CONFIG, "generation_config.json", MODELOPT, INDEX, *TOKENIZER_FILES)
@@ -154,20 +154,22 @@ def _fetch(origin: Origin, names: Iterable[str], report: Report) -> None:
             message = f"{path} has {size} bytes, {num_bytes} on the Hub"
             raise Refused("damaged", message=message, way_out=f"remove {path.resolve()} and build again")
         if name in absent:
-            _refuse_other_content(path, origin.repo, report)
+            _refuse_other_content(path, origin.repo, partial(report, FETCHING, done, total))
     if absent:
         report(FETCHING, total, total)
 
 
-def _refuse_other_content(path: Path, repo: str, report: Report) -> None:
-    """The Hub calls large files by their sha256, and so does the cache; huggingface_hub compares lengths."""
+def _refuse_other_content(path: Path, repo: str, report: Callable[[], None]) -> None:
+    """The Hub calls large files by their sha256, and so does the cache; huggingface_hub compares lengths.
+
+    report: where the fetch is. It goes on behind this: a stage of its own would end it in a log."""
     try:
         blob = path.parent / path.readlink()
     except OSError:  # a disk without links
         return
     if not SHA256.fullmatch(blob.name):
         return
-    (found,) = hash_files([path], HASHING_CHECKPOINT, report)
+    (found,) = hash_files([path], FETCHING, lambda *_: report())
     if found != blob.name:
         blob.unlink()
         message = (

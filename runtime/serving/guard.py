@@ -107,21 +107,18 @@ class Guard(Door):
             self._answering.add(task)
             await exchange(target, request, reader, writer, lambda: self.reason)
         except Refusal as refusal:
-            with contextlib.suppress(OSError, TimeoutError):
-                await refuse(refusal, reader, writer, head)
+            await refuse(refusal, reader, writer, head)
         except (OSError, TimeoutError, asyncio.IncompleteReadError):
             pass  # nobody is there to be told
         except asyncio.CancelledError:  # the door ends
             # It is not raised again: asyncio 3.11 prints a traceback of each task that ends so.
             if head is not None and task in self._reading:
                 reason = self.reason or ending.REASON
-                with contextlib.suppress(OSError, TimeoutError, asyncio.CancelledError):
-                    await refuse(Refusal(HTTPStatus.SERVICE_UNAVAILABLE, reason), reader, writer, head)
+                await refuse(Refusal(HTTPStatus.SERVICE_UNAVAILABLE, reason), reader, writer, head)
         except Exception as error:  # this machine has no thread left, or no memory
             self._log.error("a request failed: %s: %s", type(error).__name__, one_line(error))
             if task in self._reading:
-                with contextlib.suppress(OSError, TimeoutError):
-                    await refuse(Refusal(HTTPStatus.INTERNAL_SERVER_ERROR, UNREAD), reader, writer, head)
+                await refuse(Refusal(HTTPStatus.INTERNAL_SERVER_ERROR, UNREAD), reader, writer, head)
         finally:
             self._reading.discard(task)
             self._answering.discard(task)
@@ -223,13 +220,15 @@ async def refuse(
     writer: asyncio.StreamWriter,
     asked: RequestHead | None,  # None: it could not be read
 ) -> None:
+    """Returns when the client has left, when its time is over, or when the door ends."""
     body = json.dumps({"error": str(refusal)}).encode()
     status = refusal.status
     head = f"HTTP/1.1 {status.value} {status.phrase}\r\nContent-Type: application/json\r\n"
     sent = b"" if asked is not None and asked.first_line.startswith(HEAD) else body
     if status is HTTPStatus.UNSUPPORTED_MEDIA_TYPE:
         head += "Accept-Encoding: identity\r\n"
-    writer.write(f"{head}Content-Length: {len(body)}\r\nConnection: close\r\n\r\n".encode() + sent)
-    writer.write_eof()
-    async with asyncio.timeout(LINGER_S):
-        await left(reader)
+    with contextlib.suppress(OSError, TimeoutError, asyncio.CancelledError):
+        writer.write(f"{head}Content-Length: {len(body)}\r\nConnection: close\r\n\r\n".encode() + sent)
+        writer.write_eof()
+        async with asyncio.timeout(LINGER_S):
+            await left(reader)

@@ -396,7 +396,7 @@ class Server:
 def with_paths(model_settings: Mapping[str, Any], engine_dir: Path) -> dict[str, Any]:
     """Settings whose paths tritonserver finds, which has a folder and a Python of its own."""
     paths = {"engine_dir": str(engine_dir.absolute())}
-    if isinstance(folder := model_settings.get("disk_cache_dir"), str):
+    if (folder := model_settings.get("disk_cache_dir")) and isinstance(folder, str):
         paths["disk_cache_dir"] = str(Path(folder).absolute())
     for name, path in paths.items():
         if not path.isascii():

@@ -248,6 +248,16 @@ def test_weights_that_come_with_another_bit_are_used(hub: FakeHub, folder: Path,
     assert (origin.folder / name).read_bytes() == content
 
 
+def test_a_log_says_that_all_has_come_when_the_first_file_is_hashed(hub: FakeHub) -> None:
+    """With the total: it takes a stage behind which another begins for done."""
+    reports: list[tuple[str, int, int]] = []
+    origin = hub_door.locate(Path(NAME), None, lambda *_: None)
+    hub_door.fetch_weights(origin, lambda *report: reports.append(report))
+    assert len(hub.fetched() & {"model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"}) == 2
+    assert {stage for stage, *_ in reports} == {FETCHING}
+    assert [done for _, done, _ in reports] == sorted(done for _, done, _ in reports)
+
+
 def test_a_torn_file_of_the_cache_is_named_and_its_removal_helps(hub: FakeHub) -> None:
     path = fetch().folder / "model-00001-of-00002.safetensors"
     whole = path.read_bytes()

@@ -562,7 +562,8 @@ def test_a_body_that_is_being_read_when_the_door_closes_gets_no_answer(
         ]
         for caller, sent in zip(callers, (large, large[:100], b"POST /x"), strict=True):
             caller.sendall(sent)
-        until(lambda: reading.is_set() and guard._num_bytes > len(large) - 100 and len(guard._reading) == 3)
+        num_bytes = sum(len(sent.partition(b"\r\n\r\n")[2]) for sent in (large, large[:100]))
+        until(lambda: reading.is_set() and guard._num_bytes == num_bytes and len(guard._reading) == 3)
         guard.close("the server burns")
         gate.set()
         answers = [caller.recv(2**16) for caller in callers]
@@ -570,6 +571,16 @@ def test_a_body_that_is_being_read_when_the_door_closes_gets_no_answer(
         answer.startswith(b"HTTP/1.1 503 ") and b"the server burns" in answer for answer in answers[:2]
     )
     assert not answers[2]
+
+
+def test_a_refused_client_that_stays_is_a_traceback_when_the_door_closes(
+    guard: Guard, caplog: pytest.LogCaptureFixture
+) -> None:
+    with socket.create_connection(("127.0.0.1", guard.ports["http"]), timeout=60) as stays:
+        stays.sendall(b"POST /x HTTP/1.1\r\nContent-Length: 99999999\r\n\r\n")
+        assert stays.recv(2**16).startswith(b"HTTP/1.1 413 ")
+        guard.close()
+    assert not caplog.records
 
 
 @pytest.mark.parametrize("reason", ["", "tritonserver burns"])

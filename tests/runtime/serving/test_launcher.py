@@ -52,6 +52,7 @@ def test_engines_are_named_in_order() -> None:
         (lambda: Server({"hemiola": A}, options={"max_row": 4}), "unknown", "max_row"),
         (lambda: Server({"hemiola": Path("é")}), "unsupported", "engine_dir"),
         (lambda: Server({"hemiola": A}, options={"disk_cache_dir": "é"}), "unsupported", "disk_cache_dir"),
+        (lambda: Server({"hemiola": A}, options={"disk_cache_dir": ""}), "wrong_type", "disk_cache_dir"),
     ],
 )
 def test_names_and_options_that_cannot_be_are_refused_at_once(
