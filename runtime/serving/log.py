@@ -111,7 +111,8 @@ class Log:
         assert self._process.stdout is not None
         for line in self._process.stdout:
             self._lines.append(line)
-            if self._verbose or (self.ready and not re.match(QUIET, line)):
+            is_for_operators = not (re.match(QUIET, line) or HARMLESS.search(line))
+            if self._verbose or (self.ready and is_for_operators):
                 self._printer.say(line)
 
     def reason(self, wait_s: float = 0.0) -> str:
