@@ -40,7 +40,7 @@ from hemiola.plugins.gpu.launch import (
 DTYPES = {
     "bf16": tl.bfloat16, "fp16": tl.float16, "fp32": tl.float32, "fp8e4nv": tl.float8e4nv, "i16": tl.int16,
 }  # fmt: skip
-FILES = "triton", "gluon", "gluon_steps", "gluon_few"  # of an op, in which its kernels stand
+FILES = "triton", "gluon", "gluon_steps", "gluon_few", "gluon_e4m3"  # of an op, in which its kernels stand
 ITEMS = {8: 10, 9: 8, 10: 9}  # where PTX numbers the items of tensor maps otherwise than the driver
 
 

@@ -66,6 +66,12 @@ def e4m3_chain(x_lines, by_lines, apart, live, weight, scales, row, num_outputs,
 
 
 @triton.jit
+def apart(num_lines):
+    """From a group's scales to the next one's: descriptors (TMA) begin at 16 bytes."""
+    return tl.cdiv(num_lines, 4) * 4
+
+
+@triton.jit
 def round_line(line, num_inputs, static, codes, scales, apart, width, BY: tl.constexpr, BLOCK: tl.constexpr):
     """One row's codes, up to `width` zeros, and its scales, `apart` from each other; `static`: the scale
     where it is the weight's."""

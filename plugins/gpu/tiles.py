@@ -25,7 +25,7 @@ class Tile(NamedTuple):
     is_persistent: bool = False  # tensor descriptors (TMA), a program per multiprocessor
     group: int = 8  # token tiles that go along the outputs together; direct: programs of a multiprocessor
     consumers: int = 0  # of Gluon's kernel, each of 64 outputs; 0: Triton's kernels
-    abreast: int = 0  # steps of a quantised weight that warps multiply side by side; 0: one by one
+    abreast: int = 0  # steps of a quantised weight that are multiplied side by side; 0: one by one
     direct: bool = False  # Gluon's: codes are widened in the registers that multiply
 
     def parts(self) -> int:
@@ -49,6 +49,7 @@ class Many(NamedTuple):
     speed: float
     min_tokens: int = 0  # fewer were not measured
     whole: bool = False  # only where tokens fill its tiles: boxes that reach beyond the last one take longer
+    max_tokens: float = ENDLESS
 
 
 class Crowd(NamedTuple):
@@ -113,7 +114,8 @@ def _least(many: tuple[Many, ...], num_tokens: int, num_outputs: int, gpu: Gpu, 
 
     def may(choice: Many) -> bool:
         fills = num_tokens % choice.tile.tokens == 0 or not choice.whole
-        return fills and num_tokens >= choice.min_tokens and (in_gluon or not choice.tile.consumers)
+        fits = choice.min_tokens <= num_tokens <= choice.max_tokens
+        return fills and fits and (in_gluon or not choice.tile.consumers)
 
     return min(filter(may, many), key=cost)
 

@@ -145,10 +145,9 @@ def _launch(
         _launch_few(x, packed, bias, residual, y, best, activation, num_outputs, tile)
         return
     if tile.consumers:
-        launch_steps(
-            x, y, unpacked(packed, num_outputs, num_inputs), scales, factors, bias, residual, y, activation,
-            tile, form.step, KIND=form.kind, SCALED=form.is_scaled, DIVIDES=form.divides, BY="", SPAN=0,
-        )  # fmt: skip
+        _launch_steps(
+            x, unpacked(packed, num_outputs, num_inputs), packed, bias, residual, y, activation, tile
+        )
         return
     turn = turn_of(tile, form, num_inputs)
     _coded[cdiv(num_tokens, tile.tokens), cdiv(num_outputs, tile.outputs)](
@@ -203,34 +202,30 @@ def unpacked(packed: Words, num_outputs: int, num_inputs: int) -> torch.Tensor:
     return weight
 
 
-def launch_steps(
-    x: torch.Tensor,  # [T, F], bf16 or codes of e4m3
-    by: torch.Tensor,  # scales of inputs, or no matter what
-    weight: torch.Tensor,  # [O, whole steps]
-    scales: torch.Tensor,
-    factors: torch.Tensor,
+def _launch_steps(
+    x: torch.Tensor,  # [T, F]
+    weight: torch.Tensor,  # [O, whole blocks]
+    packed: Words,
     bias: torch.Tensor,
     residual: torch.Tensor | None,
     y: torch.Tensor,
     activation: str,
     tile: Tile,
-    step: int,
-    **how: int | str | bool,
 ) -> None:
     """Gluon's kernel."""
-    (num_tokens, _), (num_outputs, width), unit = x.shape, weight.shape, UNIT * 2 // x.element_size()
-    unit, box = min(unit, step), (PART, CONSUMED // 2 if activation == "swiglu" else CONSUMED)
+    (num_tokens, _), (num_outputs, width), form = x.shape, weight.shape, packed.form
+    unit, box = min(UNIT, form.step), (PART, CONSUMED // 2 if activation == "swiglu" else CONSUMED)
     parts = tile.tokens // PART if residual is not None else 1
     room = SHARED[90] - BARRIERS - tile.consumers * parts * box[0] * box[1] * 2
-    stages = room // ((tile.outputs + tile.tokens) * unit * x.element_size())
+    stages = room // ((tile.outputs + tile.tokens) * unit * 2)
     num_tiles = cdiv(num_tokens, tile.tokens) * cdiv(num_outputs, tile.outputs)
     programs = gpu_of(x.device).multiprocessors * (2 if tile.consumers == 1 else 1)
     least = {"maxnreg": 128} if tile.consumers == 1 else {}  # else 256, which no thread may have
     _dense_steps[(min(programs, num_tiles),)](
-        Block(x, (tile.tokens, unit)), by, Block(weight, (CONSUMED, unit)), scales, factors,
+        Block(x, (tile.tokens, unit)), Block(weight, (CONSUMED, unit)), packed.scales, packed.factors,
         y if absent(bias) else bias, y if residual is None else Block(residual, box), Block(y, box),
-        num_tokens, num_outputs, width // step, STEP=step, **how, CONSUMERS=tile.consumers,
-        STAGES=min(tile.stages, stages), GROUP=tile.group, REGISTERS=REGISTERS[tile.consumers],
-        ACTIVATION=activation, BIASED=not absent(bias),
+        num_tokens, num_outputs, width // form.step, STEP=form.step, KIND=form.kind, SCALED=form.is_scaled,
+        DIVIDES=form.divides, CONSUMERS=tile.consumers, STAGES=min(tile.stages, stages), GROUP=tile.group,
+        REGISTERS=REGISTERS[tile.consumers], ACTIVATION=activation, BIASED=not absent(bias),
         ADDS=residual is not None, num_warps=4, enable_fp_fusion=False, **least,
     )  # fmt: skip

@@ -144,7 +144,7 @@ def _consume(slab: gl.constexpr, ends, stages, sizes, num_outputs, GROUP: gl.con
 def _fetch(residual, out, first: gl.constexpr, PARTS: gl.constexpr, bar, first_token, column):
     """Has a slab's residual brought to where its outputs will lie, while its products are made."""
     tma.store_wait(0)  # of the tile before: out has been read
-    mbarrier.expect(bar, PARTS * PART * out.shape[2] * 2)
+    mbarrier.expect(bar, PARTS * out.shape[1] * out.shape[2] * 2)
     for at in gl.static_range(PARTS):
         place = out.index(first + at)
         tma.async_copy_global_to_shared(residual, [first_token + at * PART, column], bar, place)
@@ -174,7 +174,7 @@ def _open_eights(total):
 
 @gluon.constexpr_function
 def _halvings(num_tokens):
-    return num_tokens.bit_length() - 7
+    return max(num_tokens.bit_length() - 7, 0)
 
 
 @gluon.jit

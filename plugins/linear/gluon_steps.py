@@ -1,8 +1,7 @@
 """The dense layer by steps in Gluon for sm_90: a warp loads, consumers of four warps multiply and add up.
 
-Every output is the chain of steps of plugins/gpu/codes.py, whose codes were widened before, or with inputs in
-e4m3 that of plugins/gpu/e4m3.py, and ends as triton.py's does, with the same bits. One consumer adds up a
-step while the tensor cores have the other's.
+Every output is the chain of steps of plugins/gpu/codes.py, whose codes were widened before, and ends as
+triton.py's does, with the same bits. One consumer adds up a step while the tensor cores have the other's.
 """
 
 from triton.experimental import gluon
@@ -24,18 +23,16 @@ PART = gl.constexpr(64)  # tokens that are stored at once
 
 
 @gluon.jit(do_not_specialize=["num_tokens", "num_outputs", "num_steps"])
-def _dense_steps(x, by, weight, scales, factors, bias, residual, y, num_tokens, num_outputs, num_steps,
+def _dense_steps(x, weight, scales, factors, bias, residual, y, num_tokens, num_outputs, num_steps,
                  STEP: gl.constexpr, KIND: gl.constexpr, SCALED: gl.constexpr, DIVIDES: gl.constexpr,
-                 BY: gl.constexpr, SPAN: gl.constexpr, CONSUMERS: gl.constexpr, STAGES: gl.constexpr,
-                 GROUP: gl.constexpr, REGISTERS: gl.constexpr, ACTIVATION: gl.constexpr,
-                 BIASED: gl.constexpr, ADDS: gl.constexpr):  # fmt: skip
+                 CONSUMERS: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr,
+                 REGISTERS: gl.constexpr, ACTIVATION: gl.constexpr, BIASED: gl.constexpr,
+                 ADDS: gl.constexpr):  # fmt: skip
     # Grid: one program per multiprocessor, or two, which walk over tiles; x, weight, residual and y are
     # descriptors.
     # Tile: [CONSUMERS * 64 outputs, tokens of x's box], the whole inner dimension.
     # Traffic: weights once per token tile and x once per output tile, mostly from L2; y once.
     # It begins by waiting for the kernels before it (plugins/gpu/overlap.py): nothing is fetched early.
-    # BY: "" where inputs are wide, "step" and "token" where they have scales; SPAN: then, steps that share a
-    # scale of an output, or 0: all.
     TOKENS: gl.constexpr = x.block_shape[0]
     UNIT: gl.constexpr = x.block_shape[1]
     PARTS: gl.constexpr = TOKENS // PART if ADDS else 1
@@ -53,31 +50,31 @@ def _dense_steps(x, by, weight, scales, factors, bias, residual, y, num_tokens, 
     fence_async_shared()
     stages, ends = (a, b, ready, empty), (bias, residual, y, out, added)
     sizes = (gl.cdiv(num_outputs, CONSUMERS * SLAB), gl.cdiv(num_tokens, TOKENS), num_steps)
-    beside = (by, scales, factors, num_tokens, num_outputs)
+    beside = (scales, factors, num_outputs)
     if CONSUMERS == 1:
         gl.warp_specialize(
-            [(_add, (0, ends, stages, sizes, beside, STEP, KIND, SCALED, DIVIDES, BY, SPAN, GROUP, ACTIVATION,
-                     BIASED, ADDS)),
+            [(_add, (0, ends, stages, sizes, beside, STEP, KIND, SCALED, DIVIDES, GROUP, ACTIVATION, BIASED,
+                     ADDS)),
              (_load, (x, weight, stages, sizes, STEP, GROUP))],
             [1], [24],
         )  # fmt: skip
     elif CONSUMERS == 2:
         gl.warp_specialize(
-            [(_add, (0, ends, stages, sizes, beside, STEP, KIND, SCALED, DIVIDES, BY, SPAN, GROUP, ACTIVATION,
-                     BIASED, ADDS)),
-             (_add, (1, ends, stages, sizes, beside, STEP, KIND, SCALED, DIVIDES, BY, SPAN, GROUP, ACTIVATION,
-                     BIASED, ADDS)),
+            [(_add, (0, ends, stages, sizes, beside, STEP, KIND, SCALED, DIVIDES, GROUP, ACTIVATION, BIASED,
+                     ADDS)),
+             (_add, (1, ends, stages, sizes, beside, STEP, KIND, SCALED, DIVIDES, GROUP, ACTIVATION, BIASED,
+                     ADDS)),
              (_load, (x, weight, stages, sizes, STEP, GROUP))],
             [4, 1], [REGISTERS, 24],
         )  # fmt: skip
     else:
         gl.warp_specialize(
-            [(_add, (0, ends, stages, sizes, beside, STEP, KIND, SCALED, DIVIDES, BY, SPAN, GROUP, ACTIVATION,
-                     BIASED, ADDS)),
-             (_add, (1, ends, stages, sizes, beside, STEP, KIND, SCALED, DIVIDES, BY, SPAN, GROUP, ACTIVATION,
-                     BIASED, ADDS)),
-             (_add, (2, ends, stages, sizes, beside, STEP, KIND, SCALED, DIVIDES, BY, SPAN, GROUP, ACTIVATION,
-                     BIASED, ADDS)),
+            [(_add, (0, ends, stages, sizes, beside, STEP, KIND, SCALED, DIVIDES, GROUP, ACTIVATION, BIASED,
+                     ADDS)),
+             (_add, (1, ends, stages, sizes, beside, STEP, KIND, SCALED, DIVIDES, GROUP, ACTIVATION, BIASED,
+                     ADDS)),
+             (_add, (2, ends, stages, sizes, beside, STEP, KIND, SCALED, DIVIDES, GROUP, ACTIVATION, BIASED,
+                     ADDS)),
              (_load, (x, weight, stages, sizes, STEP, GROUP))],
             [4, 4, 1], [REGISTERS, REGISTERS, 24],
         )  # fmt: skip
@@ -110,23 +107,20 @@ def _load(x, weight, stages, sizes, STEP: gl.constexpr, GROUP: gl.constexpr):
 
 @gluon.jit
 def _add(slab: gl.constexpr, ends, stages, sizes, beside, STEP: gl.constexpr, KIND: gl.constexpr,
-         SCALED: gl.constexpr, DIVIDES: gl.constexpr, BY: gl.constexpr, SPAN: gl.constexpr,
-         GROUP: gl.constexpr, ACTIVATION: gl.constexpr, BIASED: gl.constexpr,
-         ADDS: gl.constexpr):  # fmt: skip
+         SCALED: gl.constexpr, DIVIDES: gl.constexpr, GROUP: gl.constexpr, ACTIVATION: gl.constexpr,
+         BIASED: gl.constexpr, ADDS: gl.constexpr):  # fmt: skip
     """Four warps: a slab's products, step by step, and what ends them."""
     a, b, ready, empty = stages
     bias, residual, y, out, added = ends
-    by, scales, factors, num_tokens, num_outputs = beside
+    scales, factors, num_outputs = beside
     num_output_tiles, num_token_tiles, num_steps = sizes
     STAGES: gl.constexpr = b.shape[0]
     CONSUMERS: gl.constexpr = a.shape[0] // STAGES
     TOKENS: gl.constexpr = b.shape[1]
     UNITS: gl.constexpr = STEP // b.shape[2]
     PARTS: gl.constexpr = out.shape[0] // CONSUMERS
-    depth: gl.constexpr = 256 // b.dtype.primitive_bitwidth
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TOKENS, depth])
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TOKENS, 16])
     rows: gl.constexpr = gl.SliceLayout(1, layout)
-    line: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])  # tokens, one for a thread
     turn = 0
     stage, phase = 0, 0
     for tile in range(gl.program_id(0), num_output_tiles * num_token_tiles, gl.num_programs(0)):
@@ -136,16 +130,11 @@ def _add(slab: gl.constexpr, ends, stages, sizes, beside, STEP: gl.constexpr, KI
         if ADDS:
             _fetch(residual, out, slab * PARTS, PARTS, added.index(slab), first_token, column)
         output = gl.minimum(row + gl.arange(0, SLAB, rows), num_outputs - 1)
-        token = gl.minimum(first_token + gl.arange(0, TOKENS, line), num_tokens - 1)
-        if BY != "":
-            scale_at = scales + output
-        else:
-            scale_at = scales + (output // LANES).to(gl.int64) * (num_steps * LANES) + output % LANES
-        by_at = by + token
+        scale_at = scales + (output // LANES).to(gl.int64) * (num_steps * LANES) + output % LANES
         total = gl.zeros((SLAB, TOKENS), gl.float32, layout)
         sums = gl.zeros((SLAB, TOKENS), gl.float32, layout)
         for step in range(num_steps):
-            scale, each = _scales(scale_at, by_at, step, num_tokens, num_outputs, SCALED, BY, SPAN)
+            scale = gl.load(scale_at + step * LANES) if SCALED else 1.0
             oldest = stage
             for unit in gl.static_range(UNITS):
                 mbarrier.wait(ready.index(stage), phase)
@@ -157,8 +146,8 @@ def _add(slab: gl.constexpr, ends, stages, sizes, beside, STEP: gl.constexpr, KI
             for _ in gl.static_range(UNITS):
                 mbarrier.arrive(empty.index(oldest))
                 oldest = gl.where(oldest + 1 == STAGES, 0, oldest + 1)
-            total = _promoted(total, sums, scale, each, SCALED, BY)
-        if BY == "" and not SCALED:
+            total += sums * scale[:, None] if SCALED else sums
+        if not SCALED:
             total = _times(total, gl.load(factors + output), KIND, DIVIDES)
         total = _end(total, bias, row, num_outputs, ACTIVATION, BIASED)
         if ADDS:
@@ -166,31 +155,6 @@ def _add(slab: gl.constexpr, ends, stages, sizes, beside, STEP: gl.constexpr, KI
             turn ^= 1
         _store(total, y, out, slab * PARTS, first_token, column, ADDS)
     tma.store_wait(0)
-
-
-@gluon.jit
-def _scales(scale_at, by_at, step, num_tokens, num_outputs, SCALED: gl.constexpr,
-            BY: gl.constexpr, SPAN: gl.constexpr):  # fmt: skip
-    """A step's scales of outputs, and of inputs."""
-    scale, each = 1.0, 1.0
-    if BY != "":
-        scale = gl.load(scale_at + (step // SPAN * num_outputs if SPAN > 0 else 0))
-        each = gl.load(by_at + (step * num_tokens if BY == "step" else 0))
-    elif SCALED:
-        scale = gl.load(scale_at + step * LANES)
-    return scale, each
-
-
-@gluon.jit
-def _promoted(total, sums, scale, each, SCALED: gl.constexpr, BY: gl.constexpr):
-    """The sums of the steps so far and of one more."""
-    if BY != "":
-        inputs = gl.convert_layout(each, gl.SliceLayout(0, total.type.layout))
-        return gl.fma(sums * inputs[None, :], gl.expand_dims(scale, 1).broadcast_to(total.shape), total)
-    elif SCALED:
-        return total + sums * scale[:, None]
-    else:
-        return total + sums
 
 
 @gluon.jit

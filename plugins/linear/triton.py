@@ -6,7 +6,7 @@ import triton.language as tl
 from hemiola.plugins.gpu.activations import relu2
 from hemiola.plugins.gpu.codes import coded_chain, unpack, wait_for_words
 from hemiola.plugins.gpu.dense import best_of, chain, halves, open_eights, place_of
-from hemiola.plugins.gpu.e4m3 import e4m3_chain, round_line
+from hemiola.plugins.gpu.e4m3 import apart, e4m3_chain, round_line
 from hemiola.plugins.gpu.early import wait
 
 
@@ -83,8 +83,8 @@ def _e4m3(codes, by, weight, scales, bias, residual, best, y, num_tokens, num_ou
     token = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
     first_output = tl.program_id(1) * OUTPUTS
     row = _rows(first_output, num_outputs, OUTPUTS)
-    total = e4m3_chain(codes + token * width, by + token, num_tokens, token < num_tokens, weight, scales,
-                       row, num_outputs, width, span, BY_GROUP, TOKENS, OUTPUTS)  # fmt: skip
+    total = e4m3_chain(codes + token * width, by + token, apart(num_tokens), token < num_tokens, weight,
+                       scales, row, num_outputs, width, span, BY_GROUP, TOKENS, OUTPUTS)  # fmt: skip
     _leave(tl.trans(total), bias, residual, best, y, token, row.to(tl.int64), first_output, num_tokens,
            num_outputs, residual_len, y_len, DTYPE, OUTPUTS, ACTIVATION, BIASED, ADDS)  # fmt: skip
 

@@ -9,7 +9,7 @@ import triton.language as tl
 
 from hemiola.plugins.gpu.codes import coded_chain
 from hemiola.plugins.gpu.dense import activate, chain, place_of, row_of
-from hemiola.plugins.gpu.e4m3 import e4m3_chain, round_line
+from hemiola.plugins.gpu.e4m3 import apart, e4m3_chain, round_line
 
 
 @triton.jit(do_not_specialize=["num_pairs", "num_tiles"])
@@ -172,7 +172,7 @@ def _round_pairs(x, static, static_len, expert_ids, pairs, codes, scales, num_in
         return
     line = x + (pair // SLOTS if IS_UP else place) * x_len
     round_line(line, num_inputs, static + expert * static_len, codes + place * width,
-               scales + place, num_pairs, width, BY, BLOCK)  # fmt: skip
+               scales + place, apart(num_pairs), width, BY, BLOCK)  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["num_pairs"])
@@ -189,9 +189,9 @@ def _e4m3_experts(codes, by, weight, scales, y, pairs, tiles, expert_weights, nu
     place, pair, inside = _pairs_of(tile, pairs, tiles, TOKENS)
     first_output = tl.program_id(1) * OUTPUTS
     row = row_of(first_output, num_outputs, OUTPUTS, ACTIVATION)
-    total = e4m3_chain(codes + place * width, by + place, num_pairs, inside, weight + expert * weight_len,
-                       scales + expert * scales_len, row, num_outputs, width, span, BY_GROUP, TOKENS,
-                       OUTPUTS)  # fmt: skip
+    total = e4m3_chain(codes + place * width, by + place, apart(num_pairs), inside,
+                       weight + expert * weight_len, scales + expert * scales_len, row, num_outputs, width,
+                       span, BY_GROUP, TOKENS, OUTPUTS)  # fmt: skip
     _leave(tl.trans(total), y, expert_weights, place, pair, inside, first_output, num_outputs, y_len, IS_UP,
            DTYPE, OUTPUTS, ACTIVATION)  # fmt: skip
 

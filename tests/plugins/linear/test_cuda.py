@@ -1,5 +1,6 @@
 """Which kernel a dense layer launches, and what Gluon's does; no GPU needed."""
 
+import itertools
 import re
 
 import pytest
@@ -93,8 +94,7 @@ def launched_over(layout: Layout, x: torch.Tensor, num_outputs: int = 4096, **op
 def test_many_tokens_of_codes_are_multiplied_by_gluon_where_that_was_measured() -> None:
     x, (kind, *_), (narrow, *_) = made(512, 4096), WIDE_KINDS, NARROW_KINDS
     assert launched_over(kind, x) == {"unpack", "dense_steps"}
-    assert launched_over(narrow, x) == launched_over(narrow, x[:17]) == {"round", "dense_steps"}
-    assert launched_over(narrow, x[:1], 12288) == {"round", "e4m3"}
+    assert launched_over(narrow, x) == launched_over(narrow, x[:1], 12288) == {"round", "dense_e4m3"}
     for other in (x[:511], x.half(), x.float(), made(512, 4097)[:, 1:]):
         assert launched_over(kind, other) == {"coded"}
     assert launched_over(kind, x, gpu=Gpu(100, 132)) == launched_over(kind, x, 248320) == {"coded"}
@@ -108,11 +108,26 @@ def test_what_is_multiplied_step_by_step_fits_and_is_fused_with_no_sum(layout: L
     """But where the law says so: sums of products of e4m3 times the scale of the outputs."""
     module, weight = e4m3 if layout.inputs else coded, packed(layout, 256, 512)
     given = (made(512, 512), weight, made(256), 256, layout, made(512, 256))
-    found = [call for call in calls_at(module.linear, H200, *given) if call.kernel == "linear._dense_steps"]
+    kernel = "linear._dense_e4m3" if layout.inputs else "linear._dense_steps"
+    found = [call for call in calls_at(module.linear, H200, *given) if call.kernel == kernel]
     ptx = compile_call(found[0], 90).ptx
     products = {line.split()[0] for line in ptx.splitlines() if "wgmma.mma_async" in line}
     assert len(found) == 1 and all((".e4m3.e4m3" in name) == bool(layout.inputs) for name in products)
     assert products and ("fma.rn.f32" in FLOATS.findall(ptx)) == bool(layout.inputs)
+
+
+NARROW_TILES = [many.tile for many in table_of(90).steps]
+
+
+@pytest.mark.parametrize("tile", NARROW_TILES, ids=lambda tile: f"{tile.outputs}x{tile.tokens}")
+def test_inputs_in_e4m3_have_room_in_every_tile(tile: Tile) -> None:
+    """Whatever number of steps: one behind the other where no more divide it."""
+    for layout, (num_inputs, abreast) in itertools.product(NARROW_KINDS, ((512, tile.abreast), (640, 1))):
+        weight, residual = packed(layout, 256, num_inputs), made(40, 256)
+        given = (made(40, num_inputs), weight, made(256), 256, layout, residual, "", tile)
+        _, call = sorted(calls_at(e4m3.linear, H200, *given), key=lambda call: "_round" not in call.kernel)
+        assert dict(call.constants)["ABREAST"] == abreast
+        assert compile_call(call, 90).binary.shared <= SHARED[90]
 
 
 def ptx_of(tile: Tile, activation: str, biased: bool, adds: bool) -> str:

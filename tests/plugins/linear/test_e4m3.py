@@ -53,7 +53,7 @@ def test_inputs_are_rounded_as_the_reference_says(num_inputs: int, layout: Layou
     codes, by = buffers(x, len(x), cut, layout)
     given = apart(x)
     _round[(len(x),)](
-        given, cut.static, codes, by, num_inputs, cut.width, len(x), given.stride(0), BY=layout.inputs,
+        given, cut.static, codes, by, num_inputs, cut.width, by.stride(0), given.stride(0), BY=layout.inputs,
         BLOCK=block_of(cut), num_warps=4, enable_fp_fusion=False,
     )  # fmt: skip
     usual = [n for n in range(len(x)) if n not in (4, 5, 6)]  # a scale that is no number says the rest
