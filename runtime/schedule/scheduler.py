@@ -278,6 +278,8 @@ class Scheduler:
 
     def _preempt(self, request: Request) -> None:
         """Give slot and pages back; later it begins at the last snapshot of its text that is left."""
+        if request.starts_anew:
+            request.prompt_logprobs.clear()  # not before: with a first token of this step they have left
         self._release(request, donate=True)
         request.waiting_since = self.clock() - request.waited
         bisect.insort(self.waiting, request, key=RANK)
@@ -379,7 +381,6 @@ class Scheduler:
         for request in [one for one in self.running if one.slot_id in affected]:
             if request.finish_reason is None:
                 request.starts_anew = request.leaving = request.chain.alone = True
-                request.prompt_logprobs.clear()
                 self._anew.append(request)  # reap sends it away: it may still end in this step
 
     def _append(self, request: Request, outcome: Outcome, n: int, num_planned: int) -> None:
