@@ -157,7 +157,11 @@ class Loop:
         self.scheduler.commit(plan, outcome)
         self._follow(plan, outcome)
         events = self.outbox.drain(plan)
-        self.scheduler.reap(plan)
+        try:
+            self.scheduler.reap(plan)
+        except BaseException:
+            self._deliver(events)  # of those that ended the outbox knows nothing any more
+            raise
         self._count(plan, num_decodes, events)
         return events
 

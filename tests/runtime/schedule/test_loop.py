@@ -25,6 +25,7 @@ from hemiola.runtime.errors import Failed, Refused
 from hemiola.runtime.open import make_loop
 from hemiola.runtime.running_time import RunningTime
 from hemiola.runtime.schedule import loop
+from hemiola.runtime.schedule.plan import Plan
 from hemiola.runtime.schedule.request import Bounds, new_request
 from hemiola.runtime.step.program import Batch
 from hemiola.runtime.text import Text
@@ -160,6 +161,22 @@ def test_an_engine_failure_ends_every_request_with_the_reason(running: Running) 
         assert ids_of(pieces) == oracle([1, 2, 3], len(ids_of(pieces)))
     with pytest.raises(Failed, match=r"the engine failed \(RuntimeError: out of cheese\) and takes no more"):
         running.submit([1])
+
+
+def test_an_answer_that_is_whole_when_the_engine_fails_waits_for_its_end_for_ever(running: Running) -> None:
+    """Its last piece has been made, and had not left."""
+
+    def fails(plan: Plan) -> None:
+        if any(row.request.finish_reason is not None for row in plan.rows):
+            raise ZeroDivisionError("sabotaged")
+
+    running.loop.scheduler.reap = fails
+    whole, cut = (running.submit([5, 6, 7], max_tokens=num) for num in (3, 60))
+    for _, _, ended in (whole, cut):
+        assert ended.wait(60)
+    assert ids_of(whole[1]) == oracle([5, 6, 7], 3) and whole[1][-1].finish_reason == "length"
+    assert ids_of(cut[1]) == oracle([5, 6, 7], 60)[: len(ids_of(cut[1]))]
+    assert str(cut[1][-1].error) == "the engine failed: ZeroDivisionError: sabotaged"
 
 
 def test_an_exit_in_the_loops_thread_is_a_failure(running: Running) -> None:
