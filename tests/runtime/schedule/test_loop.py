@@ -468,7 +468,8 @@ def test_cancels_reach_requests_that_wait_behind_others(make_hand: Callable, dep
     for request_id in (waits, unread):
         (piece,) = hand.pieces[request_id]
         assert (piece.finish_reason, piece.token_ids) == ("cancelled", [])
-        assert piece.metrics is not None and piece.metrics.first_scheduled == 0.0
+        assert piece.metrics is not None
+        assert piece.metrics.first_scheduled == piece.metrics.time_to_first_token == 0.0
     assert not hand.ended(runs) and hand.loop.load().num_waiting == 1
     hand.run()
     assert [hand.token_ids(i) for i in (runs, last)] == [oracle([1, 2], 20), oracle([7, 8], 9)]
