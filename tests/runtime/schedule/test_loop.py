@@ -28,7 +28,7 @@ from hemiola.runtime.schedule import loop
 from hemiola.runtime.schedule.plan import Plan
 from hemiola.runtime.schedule.request import Bounds, new_request
 from hemiola.runtime.step.program import Batch
-from hemiola.runtime.text import Text
+from hemiola.runtime.text import Growing, Text
 
 
 @pytest.fixture
@@ -420,6 +420,21 @@ def test_a_stop_string_before_nan_in_one_window_is_a_stop(make_hand: Callable, l
     assert hand.token_ids(asked) == whole[:5]
 
 
+def test_the_loop_reads_what_another_engine_said_while_all_others_wait(
+    make_hand: Callable, letters: Text, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A hundred thousand tokens take a second: who submits them reads them."""
+    hand, output, push = make_hand(letters), oracle([1, 2], 20), Growing.push
+    read: list[int] = []
+    monkeypatch.setattr(
+        Growing, "push", lambda own, token_id, **how: [read.append(token_id), push(own, token_id, **how)][1]
+    )
+    request_id = hand.submit([1, 2], max_tokens=20, output_ids=output[:18])
+    assert read == output[:18]
+    hand.run()
+    assert read == output and hand.text(request_id) == spell(output[18:])
+
+
 def test_a_tokenizer_that_raises_ends_its_request_only(make_hand: Callable, letters: Text) -> None:
     hand = make_hand(letters)
     good, bad = hand.submit([1, 2], max_tokens=9), hand.submit([3, 4], max_tokens=9)
@@ -434,7 +449,7 @@ def test_a_tokenizer_that_raises_ends_its_request_only(make_hand: Callable, lett
 def test_a_tokenizer_that_raises_on_a_prompt_ends_its_request_only(
     make_hand: Callable, letters: Text, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It ended the engine: the loop's thread decodes the end of each prompt."""
+    """It ended the engine, whose thread decoded the end of each prompt."""
     hand, decode = make_hand(letters), letters.decode
     monkeypatch.setattr(letters, "decode", lambda ids: 1 // 0 if ids == [3, 4] else decode(ids))
     good, bad = hand.submit([1, 2], max_tokens=9), hand.submit([3, 4], max_tokens=9)

@@ -27,7 +27,7 @@ def outbox(tmp_path: Path) -> Outbox:
 def opened(outbox: Outbox, wants_text: bool = True, **params: object) -> Request:
     bounds = Bounds(max_len=90, built_max_len=90, vocab_size=26, eos_ids=())
     request = new_request(1, [0, 1], SamplingParams(max_tokens=50, **params), bounds, wants_text=wants_text)
-    outbox.open(request, lambda piece: None)
+    outbox.open(outbox.letter(request, lambda piece: None))
     return request
 
 
