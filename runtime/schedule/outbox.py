@@ -38,28 +38,21 @@ class Outbox:
     def letter(self, request: Request, on_piece: OnPiece) -> Letter:
         """Of a request to come, in any thread: the text of a long output takes a second. One whose prompt the
         tokenizer cannot decode fails here; once it is open, `end` has its last piece."""
-        growing, stop = None, request.params.stop
+        letter, stop = Letter(request, on_piece, None), request.params.stop
         try:
             if self._text is not None and (request.wants_text or stop):
-                growing = Growing(self._text, request.ids[: request.prompt_len].tolist(), stop)
+                letter.growing = Growing(self._text, request.ids[: request.prompt_len].tolist(), stop)
+            # of the output that its caller has: its text left before, but for the end that was held back
+            _new_text(letter, request.ids[request.prompt_len : request.given_len].tolist())
+        except KeyboardInterrupt:  # of who submits
+            raise
         except BaseException as error:  # a panic of a library in Rust is no Exception
             _fail(request, error)
-        letter = Letter(request, on_piece, growing)
-        if request.given_len > request.prompt_len and request.finish_reason is None:
-            self._go_on(letter)
+        request.told_len = request.given_len
         return letter
 
     def open(self, letter: Letter) -> None:
         self._letters[letter.request.id] = letter
-
-    def _go_on(self, letter: Letter) -> None:
-        """The output that its caller has: its text left before, but for the end that was held back."""
-        request = letter.request
-        try:
-            _new_text(letter, request.ids[request.prompt_len : request.given_len].tolist())
-        except BaseException as error:
-            _fail(request, error)
-        request.told_len = request.given_len
 
     def get(self, request_id: int) -> Request | None:
         letter = self._letters.get(request_id)

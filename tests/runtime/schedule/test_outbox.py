@@ -8,6 +8,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models
 
 from hemiola.runtime.api import Piece, SamplingParams
+from hemiola.runtime.schedule import outbox as outboxes
 from hemiola.runtime.schedule.outbox import Outbox
 from hemiola.runtime.schedule.request import Bounds, Request, new_request
 from hemiola.runtime.text import Text
@@ -35,6 +36,14 @@ def say(outbox: Outbox, request: Request, letters: str) -> Piece:
     """A step's tokens."""
     request.append([ALPHABET.index(letter) for letter in letters])
     return outbox.end(request).piece
+
+
+def test_a_ctrl_c_of_who_submits_is_taken_for_a_fault_of_the_tokenizer(
+    outbox: Outbox, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(outboxes, "Growing", Mock(side_effect=KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        opened(outbox)
 
 
 @pytest.mark.parametrize("steps", [["xyzxyzq"], list("xyzxyzq"), ["xyz", "xyzq"], ["xyzxy", "zq"]])
