@@ -44,7 +44,7 @@ class Outbox:
                 letter.growing = Growing(self._text, request.ids[: request.prompt_len].tolist(), stop)
             # of the output that its caller has: its text left before, but for the end that was held back
             _new_text(letter, request.ids[request.prompt_len : request.given_len].tolist())
-        except KeyboardInterrupt:  # of who submits
+        except (KeyboardInterrupt, SystemExit):  # of who submits
             raise
         except BaseException as error:  # a panic of a library in Rust is no Exception
             _fail(request, error)

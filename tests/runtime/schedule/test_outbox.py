@@ -38,11 +38,12 @@ def say(outbox: Outbox, request: Request, letters: str) -> Piece:
     return outbox.end(request).piece
 
 
+@pytest.mark.parametrize("end", [KeyboardInterrupt, SystemExit])
 def test_a_ctrl_c_of_who_submits_is_taken_for_a_fault_of_the_tokenizer(
-    outbox: Outbox, monkeypatch: pytest.MonkeyPatch
+    outbox: Outbox, monkeypatch: pytest.MonkeyPatch, end: type[BaseException]
 ) -> None:
-    monkeypatch.setattr(outboxes, "Growing", Mock(side_effect=KeyboardInterrupt))
-    with pytest.raises(KeyboardInterrupt):
+    monkeypatch.setattr(outboxes, "Growing", Mock(side_effect=end))
+    with pytest.raises(end):
         opened(outbox)
 
 
