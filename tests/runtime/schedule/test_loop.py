@@ -170,8 +170,10 @@ def test_an_answer_that_is_whole_when_the_engine_fails_waits_for_its_end_for_eve
         if any(row.request.finish_reason is not None for row in plan.rows):
             raise ZeroDivisionError("sabotaged")
 
-    running.loop.scheduler.reap = fails
+    gate = threading.Event()
+    running.loop.scheduler.reap, running.session.before_run = fails, lambda batch: gate.wait(60)
     whole, cut = (running.submit([5, 6, 7], max_tokens=num) for num in (3, 60))
+    gate.set()
     for _, _, ended in (whole, cut):
         assert ended.wait(60)
     assert ids_of(whole[1]) == oracle([5, 6, 7], 3) and whole[1][-1].finish_reason == "length"
