@@ -92,7 +92,7 @@ class Scheduler:
         """
         self.prefix.tick()
         self._raise_priorities()
-        plan = Plan()
+        plan = Plan(step=self.prefix.step)
         prompts = self._add_decodes(plan)
         self._add_drafts(plan, self._add_prompts(plan, prompts))
         self._grant_drafts(plan)
@@ -373,7 +373,8 @@ class Scheduler:
                 request.fail(f"the engine computed NaN for the token at position {request.total_len}")
                 continue
             if start != edge or old_len // page_len != new_len // page_len or old_len < request.start_len:
-                self.prefix.commit(slot_id, new_len, request.total_len, row.snapshot_edge, row.chooses)
+                known_len, took = request.total_len, row.snapshot_edge
+                self.prefix.commit(slot_id, new_len, known_len, took, row.chooses, plan.step)
 
     def _distrust(self, slot_id: int) -> None:
         """A request computed NaN: nothing of its prefix stays cached; who shares it starts anew, alone."""

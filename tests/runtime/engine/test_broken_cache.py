@@ -376,6 +376,24 @@ def test_a_request_that_ends_in_the_step_in_which_its_prefix_is_not_trusted_wait
 
 
 @pytest.mark.parametrize("depth", DEPTHS)
+def test_a_step_proves_a_page_for_which_its_own_was_swapped_while_it_was_under_way(
+    faulty: Callable[..., Hand], depth: int
+) -> None:
+    """It has read its own, which was sound; the other one's holds NaN."""
+    hand = faulty(depth)
+    struck = hand.submit(TEXT, max_tokens=9)
+    hand.turn()
+    other = hand.submit(TEXT[: P + 3], max_tokens=1, prompt_logprobs=0, priority=-1)
+    while not hand.ended(other):
+        hand.turn()
+    assert hand.last(other).finish_reason == ("length" if depth else "error") and not hand.ended(struck)
+    hand.loop.abort(struck)
+    hand.run()
+    assert dirty(hand) == []
+    demand_answer(hand, TEXT, hit=0)
+
+
+@pytest.mark.parametrize("depth", DEPTHS)
 def test_scores_of_a_prompt_are_lost_if_its_prefix_is_not_trusted_when_they_leave(
     make_hand: Callable[..., Hand], depth: int
 ) -> None:
