@@ -356,7 +356,8 @@ class Metrics:
 
     @property
     def time_to_first_token(self) -> float:
-        return self.first_token - self.arrival
+        """0 without a token."""
+        return self.first_token - self.arrival if self.first_token else 0.0
 
     @property
     def time_per_output_token(self) -> float:

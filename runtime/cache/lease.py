@@ -36,6 +36,7 @@ class Lease:
     ]  # snapshots that it began from or stored until it is proven, their numbers
     stale: bool  # publishes nothing more
     loaded: bool = False  # it began from what the host's memory keeps
+    swapped: list[tuple[Entry, int]] = field(default_factory=list)  # unproven, got for its own; in which step
     taken: list[Take] = field(default_factory=list)  # asked for, and not known to be stored
     newest: Entry | None = None  # has its last decode snapshot
     proven: bool = False  # it has chosen a token that was no NaN

@@ -17,9 +17,9 @@ The scheduler's calls, in order. `slot_id` is the request's own slot, which stan
     plan, prompt's chunk    stop = prefix.chunk_end(slot_id, start, stop): one snapshot per row and step
     plan, last of all       take = prefix.take(slot_id, edge, next_edge) for each row: its snapshot slot and
                               edge in this step, or None. Last: admit goes first where slots are scarce
-    commit                  prefix.commit(slot_id, committed_len, total_len, snapshot_edge, chose), after
-                              slots.commit, when the committed tokens' keys and values are written, the draft
-                              layers' too. For a row that computed NaN instead: prefix.withdraw(slot_id)
+    commit                  prefix.commit(slot_id, committed_len, total_len, snapshot_edge, chose, step),
+                              after slots.commit, when the committed tokens' keys and values are written, the
+                              draft layers' too. For a row that computed NaN instead: prefix.withdraw(slot_id)
     finish, preempt, abort  prefix.release(slot_id, donate) for pages.release and slots.release. donate: the
                               state is sound, and no step is under way that may write it
     after finish or abort   prefix.forget_unproven(request.chain, total_len)
@@ -60,6 +60,7 @@ from hemiola.runtime.errors import Name, Refused
 
 SAVE_SECONDS = 10.0
 LOOK_AGAIN = 8  # steps
+NOW = 2**63  # a step behind all others
 
 
 def no_room(edge: int) -> Refused:
@@ -445,17 +446,23 @@ class PrefixCache:
     # After a step, and at the end.
 
     def commit(
-        self, slot_id: int, valid_len: int, known_len: int, snapshot_edge: int = 0, chose: bool = False
+        self,
+        slot_id: int,
+        valid_len: int,
+        known_len: int,
+        snapshot_edge: int = 0,
+        chose: bool = False,
+        step: int = NOW,
     ) -> None:
         """Publish the full pages among the first valid_len tokens, and the snapshot that was taken.
 
         known_len: of the request's ids. snapshot_edge: of the snapshot that the step was asked for; it stored
         it if the state stands there or beyond now. chose: the step chose a token behind them that was no NaN.
-        Calling it again changes nothing.
+        step: its number, when it was planned. Calling it again changes nothing.
         """
         lease = self._leases[slot_id]
-        if chose and not lease.proven:
-            self._prove(lease)
+        if chose and (lease.swapped or not lease.proven):
+            self._prove(lease, step)
         self._publish(lease, slot_id, min(valid_len, known_len) // self.page_len)
         while lease.taken and lease.taken[0].edge <= self.slots.edge[slot_id]:
             target, edge = lease.taken.pop(0)
@@ -465,10 +472,16 @@ class PrefixCache:
             else:
                 self._attach(lease, entry, target)
 
-    def _prove(self, lease: Lease) -> None:
-        """Of the pages that it has read. One that it is about to swap its own for is not among them."""
+    def _prove(self, lease: Lease, step: int) -> None:
+        """Of the pages that it has read. One that it is about to swap its own for is not among them, nor one
+        that it got while the step was under way."""
+        read = [entry for entry, since in lease.swapped if since < step]
+        lease.swapped = [(entry, since) for entry, since in lease.swapped if since >= step]
+        if not lease.proven:
+            unread = {entry for entry, _ in lease.swapped}
+            read = [entry for entry in lease.path if entry not in unread]
         lease.proven = True
-        for entry in lease.path:
+        for entry in read:
             entry.proven = True
         for entry, number in lease.unproven:
             entry.snapshot_proven |= entry.number == number  # else another has taken it anew
@@ -492,6 +505,8 @@ class PrefixCache:
             else:
                 self.evictor.busy(entry)
                 self.pages.swap(slot_id, index, entry.page_id)
+                if not entry.proven:
+                    lease.swapped.append((entry, self.step))
             lease.path.append(entry)
 
     def _entry_at(self, lease: Lease, edge: int) -> Entry | None:
@@ -582,6 +597,7 @@ class PrefixCache:
     def _retire(self, lease: Lease) -> None:
         lease.path, lease.newest, lease.stale = [], None, True
         lease.unproven.clear()
+        lease.swapped.clear()
 
     def flush(self) -> None:
         """Forget everything. What runs goes on, but publishes nothing more."""

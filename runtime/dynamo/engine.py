@@ -190,10 +190,10 @@ class DynamoEngine:
             def submit() -> None:
                 running.submitted(llm.submit(prompt, params, put, output_ids=output_ids, wants_text=False))
 
-            if params.structured_outputs is None:
+            if params.structured_outputs is None and not (output_ids and params.stop):
                 submit()
-            else:
-                await asyncio.to_thread(submit)  # it waits for the grammar
+            else:  # it waits for the grammar; or stop strings are looked for in all that was said
+                await asyncio.to_thread(submit)
             return asked
         except Refused as error:
             running.outcome = "error" if error.code == "closed" else "invalid"

@@ -9,16 +9,14 @@ from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 from typing import Any
 
-from hemiola.runtime.api import OnPiece
 from hemiola.runtime.cache.prefix import PrefixCache
 from hemiola.runtime.errors import Failed, Refused
-from hemiola.runtime.schedule.request import Request
+from hemiola.runtime.schedule.outbox import Letter
 
 
 @dataclass(frozen=True, slots=True)
 class Submit:
-    request: Request
-    on_piece: OnPiece
+    letter: Letter
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,11 +71,11 @@ class Inbox:
     def failure(self) -> str:
         return str(self._refusal) if isinstance(self._refusal, Failed) else ""
 
-    def submit(self, request: Request, on_piece: OnPiece) -> None:
+    def submit(self, letter: Letter) -> None:
         self.check_owner()
         with self._gate:
             self.check()
-            self._messages.put(Submit(request, on_piece))
+            self._messages.put(Submit(letter))
 
     def look(self, act: Callable[[PrefixCache], Any]) -> "Future[Any]":
         """Raises the refusal. The future has what act returns or raises."""

@@ -157,7 +157,11 @@ class Loop:
         self.scheduler.commit(plan, outcome)
         self._follow(plan, outcome)
         events = self.outbox.drain(plan)
-        self.scheduler.reap(plan)
+        try:
+            self.scheduler.reap(plan)
+        except BaseException:
+            self._deliver(events)  # of those that ended the outbox knows nothing any more
+            raise
         self._count(plan, num_decodes, events)
         return events
 
@@ -200,7 +204,7 @@ class Loop:
 
     def submit(self, request: Request, on_piece: OnPiece) -> None:
         """Queue a request; on_piece is called in the loop's thread. Raises Failed when the engine is lost."""
-        self._inbox.submit(request, on_piece)
+        self._inbox.submit(self.outbox.letter(request, on_piece))
 
     def check_open(self) -> None:
         """Raises Refused when the engine is closed or another process's, Failed when it is lost."""
@@ -333,9 +337,9 @@ class Loop:
 
     def _read(self, message: Message) -> None:
         match message:
-            case Submit(request, on_piece):
-                self.outbox.open(request, on_piece)
-                if request.finish_reason is None:
+            case Submit(letter):
+                self.outbox.open(letter)
+                if (request := letter.request).finish_reason is None:
                     self.scheduler.add(request)
                 else:
                     self._deliver([self.outbox.end(request)])
@@ -386,7 +390,7 @@ class Loop:
         self._inbox.refuse(kind(f"the engine failed ({reason}) and takes no more requests; open it again"))
         for message in self._inbox.take():
             if isinstance(message, Submit):
-                self.outbox.open(message.request, message.on_piece)
+                self.outbox.open(message.letter)
             elif isinstance(message, Look):
                 message.done.set_exception(kind(f"the engine failed: {reason}"))
         for request in self.outbox.all():

@@ -20,39 +20,39 @@ class Event(NamedTuple):
 
 
 @dataclass(slots=True)
-class _Letter:
+class Letter:
+    """What is said of a request."""
+
     request: Request
     on_piece: OnPiece
     growing: Growing | None  # None: an engine without a tokenizer, or nobody wants the text
 
 
 class Outbox:
-    """Owns the text of every request from `open` until its last piece."""
+    """Owns the text of every request from `open` until its last piece; but for `letter`, one thread's."""
 
     def __init__(self, text: Text | None) -> None:
         self._text = text
-        self._letters: dict[int, _Letter] = {}
+        self._letters: dict[int, Letter] = {}
 
-    def open(self, request: Request, on_piece: OnPiece) -> None:
-        """A request whose prompt the tokenizer cannot decode fails here; `end` has its last piece."""
-        growing, stop = None, request.params.stop
+    def letter(self, request: Request, on_piece: OnPiece) -> Letter:
+        """Of a request to come, in any thread: the text of a long output takes a second. One whose prompt the
+        tokenizer cannot decode fails here; once it is open, `end` has its last piece."""
+        letter, stop = Letter(request, on_piece, None), request.params.stop
         try:
             if self._text is not None and (request.wants_text or stop):
-                growing = Growing(self._text, request.ids[: request.prompt_len].tolist(), stop)
+                letter.growing = Growing(self._text, request.ids[: request.prompt_len].tolist(), stop)
+            # of the output that its caller has: its text left before, but for the end that was held back
+            _new_text(letter, request.ids[request.prompt_len : request.given_len].tolist())
+        except (KeyboardInterrupt, SystemExit):  # of who submits
+            raise
         except BaseException as error:  # a panic of a library in Rust is no Exception
             _fail(request, error)
-        letter = self._letters[request.id] = _Letter(request, on_piece, growing)
-        if request.given_len > request.prompt_len and request.finish_reason is None:
-            self._go_on(letter)
-
-    def _go_on(self, letter: _Letter) -> None:
-        """The output that its caller has: its text left before, but for the end that was held back."""
-        request = letter.request
-        try:
-            _new_text(letter, request.ids[request.prompt_len : request.given_len].tolist())
-        except BaseException as error:
-            _fail(request, error)
         request.told_len = request.given_len
+        return letter
+
+    def open(self, letter: Letter) -> None:
+        self._letters[letter.request.id] = letter
 
     def get(self, request_id: int) -> Request | None:
         letter = self._letters.get(request_id)
@@ -78,7 +78,7 @@ class Outbox:
         """The last piece of a request that was finished between two steps."""
         return self._write(self._letters[request.id], time.perf_counter())
 
-    def _write(self, letter: _Letter, now: float) -> Event:
+    def _write(self, letter: Letter, now: float) -> Event:
         request = letter.request
         token_ids, logprobs = request.ids[request.told_len : request.total_len].tolist(), None
         try:
@@ -110,7 +110,7 @@ def _fail(request: Request, error: BaseException) -> None:
     request.fail(f"the tokenizer failed: {type(error).__name__}: {error}")
 
 
-def _new_text(letter: _Letter, token_ids: list[int]) -> str:
+def _new_text(letter: Letter, token_ids: list[int]) -> str:
     request, growing = letter.request, letter.growing
     if growing is None:
         return ""

@@ -64,6 +64,7 @@ class Plan:
 
     rows: list[Row] = field(default_factory=list)
     openings: list[Opening] = field(default_factory=list)
+    step: int = field(default=0, compare=False)  # the prefix cache's number of it
 
     @property
     def num_tokens(self) -> int:

@@ -92,7 +92,7 @@ class Scheduler:
         """
         self.prefix.tick()
         self._raise_priorities()
-        plan = Plan()
+        plan = Plan(step=self.prefix.step)
         prompts = self._add_decodes(plan)
         self._add_drafts(plan, self._add_prompts(plan, prompts))
         self._grant_drafts(plan)
@@ -278,6 +278,8 @@ class Scheduler:
 
     def _preempt(self, request: Request) -> None:
         """Give slot and pages back; later it begins at the last snapshot of its text that is left."""
+        if request.starts_anew:
+            request.prompt_logprobs.clear()  # not before: with a first token of this step they have left
         self._release(request, donate=True)
         request.waiting_since = self.clock() - request.waited
         bisect.insort(self.waiting, request, key=RANK)
@@ -371,7 +373,8 @@ class Scheduler:
                 request.fail(f"the engine computed NaN for the token at position {request.total_len}")
                 continue
             if start != edge or old_len // page_len != new_len // page_len or old_len < request.start_len:
-                self.prefix.commit(slot_id, new_len, request.total_len, row.snapshot_edge, row.chooses)
+                known_len, took = request.total_len, row.snapshot_edge
+                self.prefix.commit(slot_id, new_len, known_len, took, row.chooses, plan.step)
 
     def _distrust(self, slot_id: int) -> None:
         """A request computed NaN: nothing of its prefix stays cached; who shares it starts anew, alone."""
@@ -379,7 +382,6 @@ class Scheduler:
         for request in [one for one in self.running if one.slot_id in affected]:
             if request.finish_reason is None:
                 request.starts_anew = request.leaving = request.chain.alone = True
-                request.prompt_logprobs.clear()
                 self._anew.append(request)  # reap sends it away: it may still end in this step
 
     def _append(self, request: Request, outcome: Outcome, n: int, num_planned: int) -> None:

@@ -375,6 +375,47 @@ def test_a_request_that_ends_in_the_step_in_which_its_prefix_is_not_trusted_wait
     assert scheduler.waiting == scheduler.running == []
 
 
+@pytest.mark.parametrize("depth", DEPTHS)
+def test_a_step_proves_a_page_for_which_its_own_was_swapped_while_it_was_under_way(
+    faulty: Callable[..., Hand], depth: int
+) -> None:
+    """It has read its own, which was sound; the other one's holds NaN."""
+    hand = faulty(depth)
+    struck = hand.submit(TEXT, max_tokens=9)
+    hand.turn()
+    other = hand.submit(TEXT[: P + 3], max_tokens=1, prompt_logprobs=0, priority=-1)
+    while not hand.ended(other):
+        hand.turn()
+    assert hand.last(other).finish_reason == ("length" if depth else "error") and not hand.ended(struck)
+    hand.loop.abort(struck)
+    hand.run()
+    assert dirty(hand) == []
+    demand_answer(hand, TEXT, hit=0)
+
+
+@pytest.mark.parametrize("depth", DEPTHS)
+def test_scores_of_a_prompt_are_lost_if_its_prefix_is_not_trusted_when_they_leave(
+    make_hand: Callable[..., Hand], depth: int
+) -> None:
+    """Its first token comes in the step in which another of its first page computes NaN."""
+    bad, length = [*TEXT[:P], 1, 2], 2 * P + 3
+
+    def next_token(context: list[int]) -> int | None:
+        return None if list(context) == bad else hashed(context)
+
+    sizes = {"max_step_tokens": 64, "pipeline_depth": depth, "prefix_cache": True}
+    hand = make_hand(session=FakeSession(resolved(**sizes), next_token))
+    hand.submit(TEXT[: P + 1], max_tokens=1)
+    hand.run()
+    scored = hand.submit(TEXT[:length], max_tokens=9, prompt_logprobs=0)
+    failed = hand.submit(bad, max_tokens=3)
+    hand.run()
+    assert hand.last(failed).finish_reason == "error" and hand.token_ids(scored) == oracle(TEXT[:length], 9)
+    assert hand.last(scored).metrics.num_preemptions == 1
+    (told,) = [piece.prompt_logprobs for piece in hand.pieces[scored] if piece.prompt_logprobs is not None]
+    assert [score and score.token_id for score in told] == [None, *TEXT[1:length]]
+
+
 @pytest.mark.parametrize("hybrid", [True, False])
 @pytest.mark.parametrize("depth", DEPTHS)
 def test_who_sends_what_computes_nan_keeps_those_of_its_first_page_from_ending(

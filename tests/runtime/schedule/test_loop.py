@@ -25,9 +25,10 @@ from hemiola.runtime.errors import Failed, Refused
 from hemiola.runtime.open import make_loop
 from hemiola.runtime.running_time import RunningTime
 from hemiola.runtime.schedule import loop
+from hemiola.runtime.schedule.plan import Plan
 from hemiola.runtime.schedule.request import Bounds, new_request
 from hemiola.runtime.step.program import Batch
-from hemiola.runtime.text import Text
+from hemiola.runtime.text import Growing, Text
 
 
 @pytest.fixture
@@ -160,6 +161,24 @@ def test_an_engine_failure_ends_every_request_with_the_reason(running: Running) 
         assert ids_of(pieces) == oracle([1, 2, 3], len(ids_of(pieces)))
     with pytest.raises(Failed, match=r"the engine failed \(RuntimeError: out of cheese\) and takes no more"):
         running.submit([1])
+
+
+def test_an_answer_that_is_whole_when_the_engine_fails_waits_for_its_end_for_ever(running: Running) -> None:
+    """Its last piece has been made, and had not left."""
+
+    def fails(plan: Plan) -> None:
+        if any(row.request.finish_reason is not None for row in plan.rows):
+            raise ZeroDivisionError("sabotaged")
+
+    gate = threading.Event()
+    running.loop.scheduler.reap, running.session.before_run = fails, lambda batch: gate.wait(60)
+    whole, cut = (running.submit([5, 6, 7], max_tokens=num) for num in (3, 60))
+    gate.set()
+    for _, _, ended in (whole, cut):
+        assert ended.wait(60)
+    assert ids_of(whole[1]) == oracle([5, 6, 7], 3) and whole[1][-1].finish_reason == "length"
+    assert ids_of(cut[1]) == oracle([5, 6, 7], 60)[: len(ids_of(cut[1]))]
+    assert str(cut[1][-1].error) == "the engine failed: ZeroDivisionError: sabotaged"
 
 
 def test_an_exit_in_the_loops_thread_is_a_failure(running: Running) -> None:
@@ -403,6 +422,21 @@ def test_a_stop_string_before_nan_in_one_window_is_a_stop(make_hand: Callable, l
     assert hand.token_ids(asked) == whole[:5]
 
 
+def test_the_loop_reads_what_another_engine_said_while_all_others_wait(
+    make_hand: Callable, letters: Text, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A hundred thousand tokens take a second: who submits them reads them."""
+    hand, output, push = make_hand(letters), oracle([1, 2], 20), Growing.push
+    read: list[int] = []
+    monkeypatch.setattr(
+        Growing, "push", lambda own, token_id, **how: [read.append(token_id), push(own, token_id, **how)][1]
+    )
+    request_id = hand.submit([1, 2], max_tokens=20, output_ids=output[:18])
+    assert read == output[:18]
+    hand.run()
+    assert read == output and hand.text(request_id) == spell(output[18:])
+
+
 def test_a_tokenizer_that_raises_ends_its_request_only(make_hand: Callable, letters: Text) -> None:
     hand = make_hand(letters)
     good, bad = hand.submit([1, 2], max_tokens=9), hand.submit([3, 4], max_tokens=9)
@@ -417,7 +451,7 @@ def test_a_tokenizer_that_raises_ends_its_request_only(make_hand: Callable, lett
 def test_a_tokenizer_that_raises_on_a_prompt_ends_its_request_only(
     make_hand: Callable, letters: Text, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It ended the engine: the loop's thread decodes the end of each prompt."""
+    """It ended the engine, whose thread decoded the end of each prompt."""
     hand, decode = make_hand(letters), letters.decode
     monkeypatch.setattr(letters, "decode", lambda ids: 1 // 0 if ids == [3, 4] else decode(ids))
     good, bad = hand.submit([1, 2], max_tokens=9), hand.submit([3, 4], max_tokens=9)
@@ -451,7 +485,8 @@ def test_cancels_reach_requests_that_wait_behind_others(make_hand: Callable, dep
     for request_id in (waits, unread):
         (piece,) = hand.pieces[request_id]
         assert (piece.finish_reason, piece.token_ids) == ("cancelled", [])
-        assert piece.metrics is not None and piece.metrics.first_scheduled == 0.0
+        assert piece.metrics is not None
+        assert piece.metrics.first_scheduled == piece.metrics.time_to_first_token == 0.0
     assert not hand.ended(runs) and hand.loop.load().num_waiting == 1
     hand.run()
     assert [hand.token_ids(i) for i in (runs, last)] == [oracle([1, 2], 20), oracle([7, 8], 9)]

@@ -8,6 +8,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models
 
 from hemiola.runtime.api import Piece, SamplingParams
+from hemiola.runtime.schedule import outbox as outboxes
 from hemiola.runtime.schedule.outbox import Outbox
 from hemiola.runtime.schedule.request import Bounds, Request, new_request
 from hemiola.runtime.text import Text
@@ -27,7 +28,7 @@ def outbox(tmp_path: Path) -> Outbox:
 def opened(outbox: Outbox, wants_text: bool = True, **params: object) -> Request:
     bounds = Bounds(max_len=90, built_max_len=90, vocab_size=26, eos_ids=())
     request = new_request(1, [0, 1], SamplingParams(max_tokens=50, **params), bounds, wants_text=wants_text)
-    outbox.open(request, lambda piece: None)
+    outbox.open(outbox.letter(request, lambda piece: None))
     return request
 
 
@@ -35,6 +36,15 @@ def say(outbox: Outbox, request: Request, letters: str) -> Piece:
     """A step's tokens."""
     request.append([ALPHABET.index(letter) for letter in letters])
     return outbox.end(request).piece
+
+
+@pytest.mark.parametrize("end", [KeyboardInterrupt, SystemExit])
+def test_a_ctrl_c_of_who_submits_is_taken_for_a_fault_of_the_tokenizer(
+    outbox: Outbox, monkeypatch: pytest.MonkeyPatch, end: type[BaseException]
+) -> None:
+    monkeypatch.setattr(outboxes, "Growing", Mock(side_effect=end))
+    with pytest.raises(end):
+        opened(outbox)
 
 
 @pytest.mark.parametrize("steps", [["xyzxyzq"], list("xyzxyzq"), ["xyz", "xyzq"], ["xyzxy", "zq"]])
