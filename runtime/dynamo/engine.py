@@ -13,7 +13,7 @@ from hemiola.runtime.dynamo.handover import Handover
 from hemiola.runtime.dynamo.load import Snapshot
 from hemiola.runtime.dynamo.metrics import EngineMetrics, add_page, measure
 from hemiola.runtime.dynamo.pieces import Doorbell, PieceStream
-from hemiola.runtime.dynamo.reply import PROBED, Chunk, chunk_of, last_chunk
+from hemiola.runtime.dynamo.reply import PROBED, Chunk, chunk_of, ended_chunk, last_chunk
 from hemiola.runtime.dynamo.request import Submission, link_of, read_request
 from hemiola.runtime.errors import Busy, Failed, Refused, counted
 from hemiola.runtime.llm import LLM
@@ -142,6 +142,10 @@ class DynamoEngine:
         try:
             asked = await self._submit(llm, request, pieces.put, running)
             meter.taken(len(asked.prompt))
+            if asked.ended is not None:
+                running.outcome = OUTCOMES[asked.ended]
+                yield ended_chunk(asked.ended, len(asked.prompt), len(asked.output_ids))
+                return
             link, scores = link_of(len(asked.prompt)), None
             while True:
                 piece = await pieces
@@ -154,7 +158,7 @@ class DynamoEngine:
                     measure(meter, piece.metrics, len(asked.output_ids), running.outcome == "success")
                 self._check(llm, piece)
                 is_long = scores is not None  # tens of thousands of them: other streams do not wait
-                make = partial(last_chunk, piece, scores)
+                make = partial(last_chunk, piece, scores, link)
                 chunk = await asyncio.to_thread(make) if is_long else make()
                 if self._handover is not None:
                     chunk |= self._handover.result
@@ -183,9 +187,11 @@ class DynamoEngine:
         try:
             given = handover.asked(request) if handover else request
             asked = read_request(given, llm.config.max_len, self._bounds.min_priority)
+            if asked.ended is not None:
+                return asked
             if handover is not None:
                 await handover.receive(request, asked)
-            prompt, output_ids, params = asked
+            prompt, output_ids, params, _ = asked
 
             def submit() -> None:
                 running.submitted(llm.submit(prompt, params, put, output_ids=output_ids, wants_text=False))

@@ -53,6 +53,7 @@ class Outbox:
         except BaseException as error:
             _fail(request, error)
         request.told_len = request.given_len
+        request.metrics.num_output_tokens = request.given_len - request.prompt_len  # if no more come
 
     def get(self, request_id: int) -> Request | None:
         letter = self._letters.get(request_id)

@@ -212,6 +212,34 @@ async def test_a_stream_that_was_cut_goes_on_elsewhere_to_the_same_end(engine_di
 
 
 @running
+async def test_a_stream_that_was_cut_behind_its_last_token_ran_on_to_max_len(engine_dir: Path) -> None:
+    """The frontend had all tokens, and not the word that these were all: it asks for 0 more. Of one chunk,
+    of several; at an end token, at a stop string, at max_len."""
+    async with Worker(engine_dir, max_len=64) as worker:
+        llm = worker.llm
+        assert llm is not None
+        said = joined([chunk async for chunk in worker.ask(max_tokens=9)])
+        stop = next(text for text in map(llm._text.decode, ([token_id] for token_id in said)) if text)
+        own_end = {"stop_token_ids": [said[4]]}
+        for stops in (
+            {"max_tokens": 1, "ignore_eos": True},
+            {"max_tokens": 9, "ignore_eos": True},
+            {"max_tokens": 30, **own_end},
+            {"max_tokens": None, **own_end},
+            {"max_tokens": None, "ignore_eos": True},
+            {"max_tokens": 30, "ignore_eos": True, "stop": [stop]},
+        ):
+            chunks = [chunk async for chunk in worker.ask(stop_conditions=stops)]
+            ids = joined(chunks)
+            left = {"max_tokens": stops["max_tokens"] and stops["max_tokens"] - len(ids)}
+            link = {"migration_link": chunks[-1]["worker_trace_link"], "token_ids": [*PROMPT, *ids]}
+            rest = [chunk async for chunk in worker.ask(stop_conditions=stops | left, **link)]
+            assert joined(rest) == [], stops
+            assert rest[-1]["finish_reason"] == chunks[-1]["finish_reason"], stops
+            assert rest[-1]["completion_usage"]["completion_tokens"] == len(ids), stops
+
+
+@running
 async def test_an_abort_and_a_reader_who_leaves_end_the_request(engine_dir: Path) -> None:
     async with Worker(engine_dir) as worker:
         stream = worker.ask(max_tokens=200)
