@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -279,8 +280,9 @@ class DynamoEngine:
                 return
             snapshot = Snapshot.of(load, llm.reuse)
             if self._load_publisher is not None and snapshot != last:
-                self._load_publisher.publish(0, snapshot)
-                last = snapshot
+                with suppress(Exception):  # it may be better next time
+                    self._load_publisher.publish(0, snapshot)
+                    last = snapshot
             await asyncio.sleep(WATCH_S)
 
     def _why_lost(self, load: Load, awake_s: float) -> str:
@@ -289,7 +291,9 @@ class DynamoEngine:
         if min(load.stalled_s, awake_s) > self._bounds.hang_timeout_s:
             return f"the engine has not moved for {load.stalled_s:.0f} s"
         if self._store is not None:
-            had, self._has_store = self._has_store, self._store.is_dir()
+            had = self._has_store
+            with suppress(OSError):  # no answer: a file system of the network
+                self._has_store = self._store.is_dir()
             if had and not self._has_store:
                 return f"{self._store}, in which frontends find this worker, was removed"
         return ""

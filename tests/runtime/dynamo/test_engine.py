@@ -19,12 +19,14 @@ from kit.router_index import RouterIndex
 
 from hemiola.runtime import manifest
 from hemiola.runtime.api import Load, SamplingParams
+from hemiola.runtime.cache.statistics import Statistics
 from hemiola.runtime.cache.tree import Entry
 from hemiola.runtime.dynamo import engine, events, handover
 from hemiola.runtime.dynamo.binding import Errors
 from hemiola.runtime.dynamo.card import make_card
 from hemiola.runtime.dynamo.engine import DynamoEngine, WorkerBounds
 from hemiola.runtime.dynamo.handover import Handover
+from hemiola.runtime.dynamo.load import Snapshot
 from hemiola.runtime.dynamo.options import WorkerOptions
 from hemiola.runtime.dynamo.reply import last_chunk
 from hemiola.runtime.errors import Failed, Lost, Refused
@@ -390,6 +392,20 @@ async def test_an_engine_that_stands_still_is_lost(engine_dir: Path) -> None:
         await until(lambda: worker.heard.lost)
         go_on.set()
     assert "the engine has not moved for" in worker.heard.lost[0]
+
+
+@running
+async def test_a_load_that_cannot_be_published_ended_the_watch_over_the_engine(engine_dir: Path) -> None:
+    """Pages that were freed and cached between two looks were counted twice, and Dynamo takes no number below
+    0: nobody looked any more whether the engine moves."""
+    load = Load(1, 0, 8, 7, 2, 8, 0, stalled_s=0.0, failure="")
+    assert Snapshot.of(load, Statistics()).kv_used_blocks == 0
+    async with Worker(engine_dir) as worker:
+        worker.engine.attach_snapshot_publisher(refuses := Mock(publish=Mock(side_effect=OverflowError)))
+        await until(lambda: refuses.publish.call_count > 1)
+        assert worker.llm is not None and not worker.heard.lost
+        worker.llm._loop.lose(Failed("a rank has ended"))
+        await until(lambda: worker.heard.lost)
 
 
 def test_a_worker_that_nobody_can_find_any_more_is_lost(engine_dir: Path, tmp_path: Path) -> None:
