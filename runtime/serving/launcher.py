@@ -225,6 +225,7 @@ class Server:
                 message = f"tritonserver has loaded its engines, but opened no door within {OPEN_S:g} s"
                 raise NeverOpened("failed", message=message, way_out="start it again")
             time.sleep(0.05)
+        self._home.environments.note()
         for front in self.fronts:
             front.reason = ""  # why the server before was lost
         self._guard.start({"http": http, "metrics": metrics})

@@ -1,6 +1,7 @@
 """Folders of servers: one's own is safe, those of the dead go."""
 
 import fcntl
+import mmap
 import os
 import re
 import shutil
@@ -44,6 +45,31 @@ def test_a_home_goes_with_all_it_has(tmp_path: Path) -> None:
     assert home.beats.is_dir()
     home.remove()
     assert os.listdir(tmp_path) == ["shm"] and not os.listdir(tmp_path / "shm")
+
+
+def test_every_start_left_a_folder_of_the_python_backend(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It stays as long as a process has the backend, whoever started that; what others made stays, too."""
+    monkeypatch.setattr(homes, "ENVIRONMENTS", tmp_path)
+    monkeypatch.setattr(homes, "BACKEND", f"libof_{tmp_path.name}.so")
+    library = tmp_path / homes.BACKEND
+    library.write_bytes(b"code")
+    older, ours, full, link, later = (
+        tmp_path / f"python_env_{name}" for name in ("older", "ours", "full", "link", "later")
+    )
+    older.mkdir()
+    home = Home()
+    ours.mkdir()
+    (full / "0").mkdir(parents=True)
+    link.symlink_to(older)
+    home.environments.note()
+    later.mkdir()
+    with library.open("rb") as file, mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ):
+        home.environments.remove()
+        assert ours.is_dir()
+    home.remove()
+    assert not ours.exists() and all(path.exists() for path in (older, full, link, later))
 
 
 @pytest.mark.parametrize("name", ["a b", "$x", "é"])
