@@ -50,8 +50,9 @@ class Context(Protocol):
 class _Running:
     """A request of Dynamo's. Its caller may leave while its grammar is compiled: then it has no id yet."""
 
-    def __init__(self, name: str, abort: Callable[[int], None]) -> None:
+    def __init__(self, name: str, abort: Callable[[int], None], put: OnPiece) -> None:
         self.name = name  # Dynamo's id, which callers may choose: several may have the same
+        self.put = put
         self._abort = abort
         self._request_id: int | None = None
         self._left = False
@@ -96,6 +97,7 @@ class DynamoEngine:
         self._events: CacheEvents | None = None
         self._load_publisher: Any = None
         self._watch: asyncio.Task[None] | None = None
+        self._hangs = ""  # how, once it does
 
     # Its life.
 
@@ -117,10 +119,11 @@ class DynamoEngine:
         return not self._running
 
     async def cleanup(self) -> None:
-        """Finish what runs: Dynamo sends nothing more. Safe to call twice, and when `start` failed."""
+        """Finish what runs: Dynamo sends nothing more. Safe to call twice, and when `start` failed. Nobody
+        waits for an engine that hangs: it ends with its process."""
         if self._watch is not None:
             self._watch.cancel()
-        if self._llm is not None:
+        if self._llm is not None and not self._hangs:
             lost = bool(self._llm.load().failure)
             await asyncio.to_thread(self._llm.close, not lost)
         if self._handover is not None:
@@ -138,7 +141,9 @@ class DynamoEngine:
             yield PROBED
             return
         self._check_room(llm, meter)
-        running = _Running(context.id(), llm.abort)
+        if self._hangs:
+            raise self._errors.lost(self._hangs)
+        running = _Running(context.id(), llm.abort, pieces.put)
         self._running.add(running)
         try:
             asked = await self._submit(llm, request, pieces.put, running)
@@ -235,7 +240,7 @@ class DynamoEngine:
 
     def _check(self, llm: LLM, piece: Piece) -> None:
         if piece.finish_reason == "error":
-            kind = self._errors.lost if llm.load().failure else self._errors.failed
+            kind = self._errors.lost if self._hangs or llm.load().failure else self._errors.failed
             raise kind(piece.error or "the request failed")
 
     # What Dynamo shows and routes by.
@@ -276,6 +281,8 @@ class DynamoEngine:
             load = llm.load()
             reason = self._why_lost(load, awake.look())
             if reason:
+                for running in self._running if self._hangs else ():  # it says nothing any more
+                    running.put(Piece("", [], finish_reason="error", error=reason))
                 self._on_lost(reason)
                 return
             snapshot = Snapshot.of(load, llm.reuse)
@@ -289,7 +296,8 @@ class DynamoEngine:
         if load.failure:
             return load.failure
         if min(load.stalled_s, awake_s) > self._bounds.hang_timeout_s:
-            return f"the engine has not moved for {load.stalled_s:.0f} s"
+            self._hangs = f"the engine has not moved for {load.stalled_s:.0f} s"
+            return self._hangs
         if self._store is not None:
             had = self._has_store
             with suppress(OSError):  # no answer: a file system of the network

@@ -381,17 +381,30 @@ def test_events_that_nobody_takes_have_a_limit(
 
 
 @running
-async def test_an_engine_that_stands_still_is_lost(engine_dir: Path) -> None:
-    go_on = threading.Event()
-    async with Worker(engine_dir, hang_timeout_s=0.2) as worker:
+async def test_an_engine_that_stands_still_keeps_its_streams_and_its_worker_waiting(engine_dir: Path) -> None:
+    """The worker was ended by Dynamo, half a minute later, without a word."""
+    begun, go_on = threading.Event(), threading.Event()
+
+    def stand_still(piece: object) -> None:
+        begun.set()
+        go_on.wait(60)
+
+    async with Worker(engine_dir, hang_timeout_s=1.0) as worker:
         still = Load(1, 0, 8, 0, 0, 8, 0, stalled_s=100.0, failure="")
         assert not worker.engine._why_lost(still, 0.1), "it was stopped itself, as a paused container is"
         llm = worker.llm
         assert llm is not None
-        llm.submit(PROMPT, SamplingParams(max_tokens=5), lambda piece: go_on.wait(60))
+        llm.submit(PROMPT, SamplingParams(max_tokens=5), stand_still)
+        await until(begun.is_set)
+        waiting = asyncio.ensure_future(anext(worker.ask()))
         await until(lambda: worker.heard.lost)
+        assert "the engine has not moved for" in worker.heard.lost[0]
+        for one in (waiting, anext(worker.ask())):
+            with pytest.raises(Gone, match="the engine has not moved for"):
+                await asyncio.wait_for(one, 60)
+        await asyncio.wait_for(worker.engine.cleanup(), 60)
         go_on.set()
-    assert "the engine has not moved for" in worker.heard.lost[0]
+        llm.close()
 
 
 @running
