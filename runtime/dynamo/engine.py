@@ -150,7 +150,7 @@ class DynamoEngine:
             meter.taken(len(asked.prompt))
             if asked.ended is not None:
                 running.outcome = OUTCOMES[asked.ended]
-                yield ended_chunk(asked.ended, len(asked.prompt), len(asked.output_ids))
+                yield ended_chunk(asked.ended, len(asked.prompt), len(asked.output_ids)) | self._handed_over
                 return
             link, scores = link_of(len(asked.prompt)), None
             while True:
@@ -166,9 +166,7 @@ class DynamoEngine:
                 is_long = scores is not None  # tens of thousands of them: other streams do not wait
                 make = partial(last_chunk, piece, scores, link)
                 chunk = await asyncio.to_thread(make) if is_long else make()
-                if self._handover is not None:
-                    chunk |= self._handover.result
-                yield chunk
+                yield chunk | self._handed_over
                 return
         finally:
             self._running.discard(running)
@@ -180,6 +178,11 @@ class DynamoEngine:
         for running in self._running:
             if running.name == context.id():
                 running.leave()
+
+    @property
+    def _handed_over(self) -> Chunk:
+        """What a last chunk has for the worker that answers."""
+        return self._handover.result if self._handover is not None else {}
 
     def _opened(self) -> LLM:
         if self._llm is None:
