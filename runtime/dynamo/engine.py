@@ -126,7 +126,7 @@ class DynamoEngine:
         if self._llm is not None and not self._hangs:
             lost = bool(self._llm.load().failure)
             await asyncio.to_thread(self._llm.close, not lost)
-        if self._handover is not None:
+        if self._handover is not None and not self._hangs:
             await asyncio.to_thread(self._handover.close)
         if self._events is not None:
             self._events.close()
