@@ -12,15 +12,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from hemiola.runtime.api import FinishReason, SamplingParams, StructuredOutputsParams
-from hemiola.runtime.choose.grammar import MOST_CHARACTERS
+from hemiola.runtime.api import MAX_GRAMMAR, FinishReason, SamplingParams, StructuredOutputsParams
 from hemiola.runtime.errors import Amount, Name, Refused
 from hemiola.runtime.json_file import parse_json
 from hemiola.runtime.serving.json_size import check_size
 
 TRACE_ID = b"hemiola".hex().ljust(32, "0")  # no trace has it
 ANNOTATION = "structured_outputs:"  # a grammar that is sent again, too: Dynamo drops requests with its own
-MOST_NOTED = 4 * MOST_CHARACTERS  # of such a text, where one character may be written as six
+MOST_NOTED = 4 * MAX_GRAMMAR  # of such a text, where one character may be written as six
 PENALTIES = ("presence_penalty", "frequency_penalty")
 FLOATS = ("temperature", "top_p", "min_p", "repetition_penalty", *PENALTIES)
 UNSERVED = {  # what it takes without a word, by what changes nothing
@@ -180,14 +179,14 @@ def _grammar(request: Fields) -> StructuredOutputsParams | None:
 def _check_size(asked: Fields) -> None:
     """Before a schema is written as text: Dynamo sends it as an object. Each part has a character or more."""
     waiting, size = list(asked.values()), 0
-    while waiting and size <= MOST_CHARACTERS:
+    while waiting and size <= MAX_GRAMMAR:
         part = waiting.pop()
         if isinstance(part, (str, list, dict)):
             size += len(part)
-        if isinstance(part, (list, dict)) and size <= MOST_CHARACTERS:
+        if isinstance(part, (list, dict)) and size <= MAX_GRAMMAR:
             waiting += part.values() if isinstance(part, dict) else part
-    if size > MOST_CHARACTERS:
-        message = f"structured_outputs is too large, the limit is {MOST_CHARACTERS} characters"
+    if size > MAX_GRAMMAR:
+        message = f"structured_outputs is too large, the limit is {MAX_GRAMMAR} characters"
         raise Refused("too_long", "structured_outputs", message=message, way_out="send less")
 
 
