@@ -22,7 +22,7 @@ GONE = "-gone"  # ends the name of a folder that is being removed
 NAME = re.compile(rf"{PREFIX}[a-z0-9_]+({GONE})?")  # as mkdtemp writes it
 SHARED_MEMORY = Path("/dev/shm")
 ENVIRONMENTS = Path("/tmp")  # whatever TMPDIR says
-BACKEND = "libtriton_python.so"  # of a process that has such a folder
+SERVER = "tritonserver"  # the name of a process that may have such a folder
 
 
 class Home:
@@ -61,7 +61,7 @@ class Environments:
     """The empty folder that tritonserver's Python backend makes at each start, and leaves when it is killed.
 
     Nothing says whose one is, and a server aborts at its end if its own is missing. So only those go that
-    were made while ours started, once no process lives that has the backend.
+    were made while ours started, and only if no other server runs now.
     """
 
     def __init__(self) -> None:
@@ -74,7 +74,7 @@ class Environments:
 
     def remove(self) -> None:
         """Our server is gone."""
-        if self._made and not any(map(_has_backend, Path("/proc").glob("[0-9]*"))):
+        if self._made and not any(map(_is_server, Path("/proc").glob("[0-9]*"))):
             for path in self._made:
                 with contextlib.suppress(OSError):  # not empty, or gone
                     path.rmdir()
@@ -83,12 +83,9 @@ class Environments:
         return {path for path in ENVIRONMENTS.glob("python_env_*") if _is_ours(path, stat.S_ISDIR)}
 
 
-def _has_backend(process: Path) -> bool:
+def _is_server(process: Path) -> bool:
     with contextlib.suppress(OSError):  # it has ended
-        try:
-            return BACKEND in (process / "maps").read_text(errors="replace")
-        except PermissionError:  # another user's, or one with more rights
-            return "triton" in (process / "cmdline").read_text(errors="replace")
+        return (process / "comm").read_text(errors="replace").startswith(SERVER)
     return False
 
 

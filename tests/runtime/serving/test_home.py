@@ -1,7 +1,6 @@
 """Folders of servers: one's own is safe, those of the dead go."""
 
 import fcntl
-import mmap
 import os
 import re
 import shutil
@@ -50,11 +49,9 @@ def test_a_home_goes_with_all_it_has(tmp_path: Path) -> None:
 def test_every_start_left_a_folder_of_the_python_backend(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It stays as long as a process has the backend, whoever started that; what others made stays, too."""
+    """It stays as long as another server runs, whose it may be; what others made stays, too."""
     monkeypatch.setattr(homes, "ENVIRONMENTS", tmp_path)
-    monkeypatch.setattr(homes, "BACKEND", f"libof_{tmp_path.name}.so")
-    library = tmp_path / homes.BACKEND
-    library.write_bytes(b"code")
+    monkeypatch.setattr(homes, "SERVER", f"server{os.getpid()}")
     older, ours, full, link, later = (
         tmp_path / f"python_env_{name}" for name in ("older", "ours", "full", "link", "later")
     )
@@ -65,9 +62,12 @@ def test_every_start_left_a_folder_of_the_python_backend(
     link.symlink_to(older)
     home.environments.note()
     later.mkdir()
-    with library.open("rb") as file, mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ):
+    rename = f"echo {homes.SERVER} > /proc/self/comm; echo renamed; read line"
+    with subprocess.Popen(["sh", "-c", rename], stdin=-1, stdout=-1, text=True) as server:
+        assert server.stdout.readline() == "renamed\n"
         home.environments.remove()
         assert ours.is_dir()
+        server.communicate("end\n")
     home.remove()
     assert not ours.exists() and all(path.exists() for path in (older, full, link, later))
 
