@@ -22,6 +22,7 @@ from hemiola.runtime.json_file import parse_json
 MAX_ENTRIES = 1024  # of a list in SamplingParams
 MAX_WORD_IDS = 4096  # token ids of all bad words: a line of logits is compared with each of them
 MAX_CHARACTERS = {"stop": 2048, "bad_words": 16384, "cache_salt": 1024}  # in all
+MAX_GRAMMAR = 2**18  # characters
 LARGEST_INT = 2**31 - 1  # tokens, drafts and ranks are numbers of 32 bits in other places
 Prompt = str | Sequence[int]
 FinishReason = Literal["stop", "length", "timeout", "cancelled", "error"]

@@ -26,11 +26,10 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer, regex_to_lark
 from llguidance.gbnf_to_lark import any_to_lark
 from tokenizers import AddedToken, Tokenizer
 
-from hemiola.runtime.api import StructuredOutputsParams
+from hemiola.runtime.api import MAX_GRAMMAR, StructuredOutputsParams
 from hemiola.runtime.choose.trial import Trial, TrialLimits
 from hemiola.runtime.errors import Busy, Refused
 
-MOST_CHARACTERS = 2**18  # of a grammar
 MOST_SECONDS = 10.0  # that a request waits for its grammar
 NAME = "structured_outputs"
 MOST_KEPT = 64  # compiled grammars
@@ -213,8 +212,8 @@ def _too_slow() -> Refused:
 def _check_size(asked: StructuredOutputsParams) -> None:
     """Before it is kept, and a thread takes it up."""
     size = len(asked.model_dump_json(exclude_defaults=True))
-    if size > MOST_CHARACTERS:
-        message = f"{size} characters are too many, the limit is {MOST_CHARACTERS}"
+    if size > MAX_GRAMMAR:
+        message = f"{size} characters are too many, the limit is {MAX_GRAMMAR}"
         raise Refused("too_long", message=message, way_out="shorten it")
 
 

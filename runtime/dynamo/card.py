@@ -4,6 +4,7 @@ import json
 import os
 from hashlib import sha256
 from pathlib import Path
+from secrets import token_hex
 
 from hemiola.runtime.errors import Refused
 from hemiola.runtime.manifest import Manifest
@@ -49,7 +50,7 @@ def _cache() -> Path:
 
 def _write(folder: Path, contents: dict[str, bytes]) -> None:
     """Whole or not at all; another worker may be about to do the same."""
-    made = folder.with_name(f"{folder.name}.{os.getpid()}")
+    made = folder.with_name(f"{folder.name}.{token_hex(8)}")  # containers share folders and process ids
     made.mkdir(parents=True, exist_ok=True)
     for name, content in contents.items():
         (made / name).write_bytes(content)

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -13,7 +14,7 @@ from hemiola.runtime.dynamo.handover import Handover
 from hemiola.runtime.dynamo.load import Snapshot
 from hemiola.runtime.dynamo.metrics import EngineMetrics, add_page, measure
 from hemiola.runtime.dynamo.pieces import Doorbell, PieceStream
-from hemiola.runtime.dynamo.reply import PROBED, Chunk, chunk_of, last_chunk
+from hemiola.runtime.dynamo.reply import PROBED, Chunk, chunk_of, ended_chunk, last_chunk
 from hemiola.runtime.dynamo.request import Submission, link_of, read_request
 from hemiola.runtime.errors import Busy, Failed, Refused, counted
 from hemiola.runtime.llm import LLM
@@ -49,8 +50,9 @@ class Context(Protocol):
 class _Running:
     """A request of Dynamo's. Its caller may leave while its grammar is compiled: then it has no id yet."""
 
-    def __init__(self, name: str, abort: Callable[[int], None]) -> None:
+    def __init__(self, name: str, abort: Callable[[int], None], put: OnPiece) -> None:
         self.name = name  # Dynamo's id, which callers may choose: several may have the same
+        self.put = put
         self._abort = abort
         self._request_id: int | None = None
         self._left = False
@@ -95,6 +97,7 @@ class DynamoEngine:
         self._events: CacheEvents | None = None
         self._load_publisher: Any = None
         self._watch: asyncio.Task[None] | None = None
+        self._hangs = ""  # how, once it does
 
     # Its life.
 
@@ -116,13 +119,14 @@ class DynamoEngine:
         return not self._running
 
     async def cleanup(self) -> None:
-        """Finish what runs: Dynamo sends nothing more. Safe to call twice, and when `start` failed."""
+        """Finish what runs: Dynamo sends nothing more. Safe to call twice, and when `start` failed. Nobody
+        waits for an engine that hangs: it ends with its process."""
         if self._watch is not None:
             self._watch.cancel()
-        if self._llm is not None:
+        if self._llm is not None and not self._hangs:
             lost = bool(self._llm.load().failure)
             await asyncio.to_thread(self._llm.close, not lost)
-        if self._handover is not None:
+        if self._handover is not None and not self._hangs:
             await asyncio.to_thread(self._handover.close)
         if self._events is not None:
             self._events.close()
@@ -137,11 +141,17 @@ class DynamoEngine:
             yield PROBED
             return
         self._check_room(llm, meter)
-        running = _Running(context.id(), llm.abort)
+        if self._hangs:
+            raise self._errors.lost(self._hangs)
+        running = _Running(context.id(), llm.abort, pieces.put)
         self._running.add(running)
         try:
             asked = await self._submit(llm, request, pieces.put, running)
             meter.taken(len(asked.prompt))
+            if asked.ended is not None:
+                running.outcome = OUTCOMES[asked.ended]
+                yield ended_chunk(asked.ended, len(asked.prompt), len(asked.output_ids)) | self._handed_over
+                return
             link, scores = link_of(len(asked.prompt)), None
             while True:
                 piece = await pieces
@@ -154,11 +164,9 @@ class DynamoEngine:
                     measure(meter, piece.metrics, len(asked.output_ids), running.outcome == "success")
                 self._check(llm, piece)
                 is_long = scores is not None  # tens of thousands of them: other streams do not wait
-                make = partial(last_chunk, piece, scores)
+                make = partial(last_chunk, piece, scores, link)
                 chunk = await asyncio.to_thread(make) if is_long else make()
-                if self._handover is not None:
-                    chunk |= self._handover.result
-                yield chunk
+                yield chunk | self._handed_over
                 return
         finally:
             self._running.discard(running)
@@ -170,6 +178,11 @@ class DynamoEngine:
         for running in self._running:
             if running.name == context.id():
                 running.leave()
+
+    @property
+    def _handed_over(self) -> Chunk:
+        """What a last chunk has for the worker that answers."""
+        return self._handover.result if self._handover is not None else {}
 
     def _opened(self) -> LLM:
         if self._llm is None:
@@ -183,9 +196,11 @@ class DynamoEngine:
         try:
             given = handover.asked(request) if handover else request
             asked = read_request(given, llm.config.max_len, self._bounds.min_priority)
+            if asked.ended is not None:
+                return asked
             if handover is not None:
                 await handover.receive(request, asked)
-            prompt, output_ids, params = asked
+            prompt, output_ids, params, _ = asked
 
             def submit() -> None:
                 running.submitted(llm.submit(prompt, params, put, output_ids=output_ids, wants_text=False))
@@ -228,7 +243,7 @@ class DynamoEngine:
 
     def _check(self, llm: LLM, piece: Piece) -> None:
         if piece.finish_reason == "error":
-            kind = self._errors.lost if llm.load().failure else self._errors.failed
+            kind = self._errors.lost if self._hangs or llm.load().failure else self._errors.failed
             raise kind(piece.error or "the request failed")
 
     # What Dynamo shows and routes by.
@@ -269,21 +284,27 @@ class DynamoEngine:
             load = llm.load()
             reason = self._why_lost(load, awake.look())
             if reason:
+                for running in self._running if self._hangs else ():  # it says nothing any more
+                    running.put(Piece("", [], finish_reason="error", error=reason))
                 self._on_lost(reason)
                 return
             snapshot = Snapshot.of(load, llm.reuse)
             if self._load_publisher is not None and snapshot != last:
-                self._load_publisher.publish(0, snapshot)
-                last = snapshot
+                with suppress(Exception):  # it may be better next time
+                    self._load_publisher.publish(0, snapshot)
+                    last = snapshot
             await asyncio.sleep(WATCH_S)
 
     def _why_lost(self, load: Load, awake_s: float) -> str:
         if load.failure:
             return load.failure
         if min(load.stalled_s, awake_s) > self._bounds.hang_timeout_s:
-            return f"the engine has not moved for {load.stalled_s:.0f} s"
+            self._hangs = f"the engine has not moved for {load.stalled_s:.0f} s"
+            return self._hangs
         if self._store is not None:
-            had, self._has_store = self._has_store, self._store.is_dir()
+            had = self._has_store
+            with suppress(OSError):  # no answer: a file system of the network
+                self._has_store = self._store.is_dir()
             if had and not self._has_store:
                 return f"{self._store}, in which frontends find this worker, was removed"
         return ""

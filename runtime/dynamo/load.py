@@ -19,5 +19,6 @@ class Snapshot:
     @classmethod
     def of(cls, load: Load, reuse: Statistics) -> "Snapshot":
         used = load.num_pages - load.num_free_pages - load.num_idle_pages
+        used = max(0, used)  # a page may be freed, and cached, between the two counts
         rate = reuse.hit_tokens / reuse.query_tokens if reuse.query_tokens else None
         return cls(used, load.num_pages, used / max(1, load.num_pages), rate)

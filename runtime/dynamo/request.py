@@ -12,12 +12,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from hemiola.runtime.api import SamplingParams, StructuredOutputsParams
-from hemiola.runtime.errors import Name, Refused
+from hemiola.runtime.api import MAX_GRAMMAR, FinishReason, SamplingParams, StructuredOutputsParams
+from hemiola.runtime.errors import Amount, Name, Refused
 from hemiola.runtime.json_file import parse_json
+from hemiola.runtime.serving.json_size import check_size
 
 TRACE_ID = b"hemiola".hex().ljust(32, "0")  # no trace has it
 ANNOTATION = "structured_outputs:"  # a grammar that is sent again, too: Dynamo drops requests with its own
+MOST_NOTED = 4 * MAX_GRAMMAR  # of such a text, where one character may be written as six
 PENALTIES = ("presence_penalty", "frequency_penalty")
 FLOATS = ("temperature", "top_p", "min_p", "repetition_penalty", *PENALTIES)
 UNSERVED = {  # what it takes without a word, by what changes nothing
@@ -37,6 +39,7 @@ class Submission(NamedTuple):
     prompt: list[int]
     output_ids: list[int]  # chosen by a worker that died
     params: SamplingParams
+    ended: FinishReason | None = None  # why nothing follows: that worker died behind the last token
 
 
 def link_of(prompt_len: int) -> dict[str, str]:
@@ -54,11 +57,12 @@ def read_request(request: Fields, max_len: int, min_priority: int) -> Submission
     stopping = _part(request, "stop_conditions")
     routing = _part(request, "routing")
     outputs = _part(request, "output_options")
+    num_left = stopping.get("max_tokens")  # None: as many as fit
     # Only what is given: each value costs a check before the first token.
     values: dict[str, Any] = {
         **_sampling(_part(request, "sampling_options")),
         **{name: value for name, value in outputs.items() if name in ("logprobs", "prompt_logprobs")},
-        "max_tokens": num_said + (stopping.get("max_tokens") or max(1, max_len - len(ids))),
+        "max_tokens": max(1, num_said + (max_len - len(ids) if num_left is None else num_left)),
     }
     if stopping.get("stop"):
         values["stop"] = stopping["stop"]
@@ -77,7 +81,16 @@ def read_request(request: Fields, max_len: int, min_priority: int) -> Submission
         values["structured_outputs"] = grammar
     params = SamplingParams(**values)
     _check_length(request, params)
-    return Submission(ids[:prompt_len], ids[prompt_len:], params)
+    ended = None
+    if num_said and ids[-1] in _end_ids(request, params):
+        ended = "stop"
+    elif num_left == 0 or (num_said and len(ids) >= max_len):
+        ended = "length"
+    return Submission(ids[:prompt_len], ids[prompt_len:], params, ended)
+
+
+def _end_ids(request: Fields, params: SamplingParams) -> Iterable[int]:
+    return (*params.stop_token_ids, *(() if params.ignore_eos else request.get("eos_token_ids") or ()))
 
 
 def _part(request: Fields, name: str) -> Fields:
@@ -159,10 +172,30 @@ def _grammar(request: Fields) -> StructuredOutputsParams | None:
         return None
     _refuse_unserved("guided_decoding", guided)
     asked = {name: value for name, value in guided.items() if value is not None}
+    _check_size(asked)
     return StructuredOutputsParams(**asked)
 
 
+def _check_size(asked: Fields) -> None:
+    """Before a schema is written as text: Dynamo sends it as an object. Each part has a character or more."""
+    waiting, size = list(asked.values()), 0
+    while waiting and size <= MAX_GRAMMAR:
+        part = waiting.pop()
+        if isinstance(part, (str, list, dict)):
+            size += len(part)
+        if isinstance(part, (list, dict)) and size <= MAX_GRAMMAR:
+            waiting += part.values() if isinstance(part, dict) else part
+    if size > MAX_GRAMMAR:
+        message = f"structured_outputs is too large, the limit is {MAX_GRAMMAR} characters"
+        raise Refused("too_long", "structured_outputs", message=message, way_out="send less")
+
+
 def _noted(text: str) -> StructuredOutputsParams:
+    """Whoever reads it holds all streams of the worker up: 30 MB took 5 s."""
+    if len(text) > MOST_NOTED:
+        size, limit = Amount(len(text), "characters"), f"the limit is {MOST_NOTED}"
+        raise Refused("too_long", "annotations", size, limit, "send less")
+    check_size("annotations", text.encode())
     try:
         asked = parse_json(text, unique=True)
     except ValueError:

@@ -49,6 +49,7 @@ class Outbox:
         except BaseException as error:  # a panic of a library in Rust is no Exception
             _fail(request, error)
         request.told_len = request.given_len
+        request.metrics.num_output_tokens = request.given_len - request.prompt_len  # if no more come
         return letter
 
     def open(self, letter: Letter) -> None:

@@ -21,6 +21,8 @@ SHARED_OWNER = f"-{OWNER}"  # ends the name of another in shared memory, for the
 GONE = "-gone"  # ends the name of a folder that is being removed
 NAME = re.compile(rf"{PREFIX}[a-z0-9_]+({GONE})?")  # as mkdtemp writes it
 SHARED_MEMORY = Path("/dev/shm")
+ENVIRONMENTS = Path("/tmp")  # whatever TMPDIR says
+SERVER = "tritonserver"  # the name of a process that may have such a folder
 
 
 class Home:
@@ -33,6 +35,7 @@ class Home:
             way_out = "set TMPDIR to one whose path needs no quotes in a shell, such as /tmp"
             raise Refused("unsupported", message=message, way_out=way_out)
         remove_stale()
+        self.environments = Environments()
         lock = None
         while lock is None:
             self.path = Path(tempfile.mkdtemp(prefix=PREFIX))
@@ -49,8 +52,41 @@ class Home:
 
     def remove(self) -> None:
         _remove(self.path)
+        self.environments.remove()
         for lock in self._locks:
             os.close(lock)
+
+
+class Environments:
+    """The empty folder that tritonserver's Python backend makes at each start, and leaves when it is killed.
+
+    Nothing says whose one is, and a server aborts at its end if its own is missing. So only those go that
+    were made while ours started, and only if no other server runs now.
+    """
+
+    def __init__(self) -> None:
+        self._before = self._found()
+        self._made: set[Path] = set()
+
+    def note(self) -> None:
+        """Our server has started."""
+        self._made = self._found() - self._before
+
+    def remove(self) -> None:
+        """Our server is gone."""
+        if self._made and not any(map(_is_server, Path("/proc").glob("[0-9]*"))):
+            for path in self._made:
+                with contextlib.suppress(OSError):  # not empty, or gone
+                    path.rmdir()
+
+    def _found(self) -> set[Path]:
+        return {path for path in ENVIRONMENTS.glob("python_env_*") if _is_ours(path, stat.S_ISDIR)}
+
+
+def _is_server(process: Path) -> bool:
+    with contextlib.suppress(OSError):  # it has ended
+        return (process / "comm").read_text(errors="replace").startswith(SERVER)
+    return False
 
 
 def hide(beats: Path) -> None:

@@ -225,6 +225,7 @@ class Server:
                 message = f"tritonserver has loaded its engines, but opened no door within {OPEN_S:g} s"
                 raise NeverOpened("failed", message=message, way_out="start it again")
             time.sleep(0.05)
+        self._home.environments.note()
         for front in self.fronts:
             front.reason = ""  # why the server before was lost
         self._guard.start({"http": http, "metrics": metrics})
@@ -277,13 +278,16 @@ class Server:
                 return f"tritonserver ended by itself with {status}: {self._log.reason(READ_S)}"
             if self._home is not None and answers(self._home.doors / "http", "/v2/health/live"):
                 answered = time.monotonic()
-            hang_s = self._hang_timeout_s if awake.look() > self._hang_timeout_s else math.inf
-            reason = self._trouble(time.monotonic() - answered, hang_s)
+            reason = self._trouble(time.monotonic() - answered, self._hang_s(awake))
             if reason:
                 self._hear_out()
                 self._tell(reason)
                 self.kill()  # nothing else ends streams whose engine is gone
                 return reason
+
+    def _hang_s(self, awake: heartbeat.Awake) -> float:
+        """For so long nobody may stand still; for ever, if we have not looked for as long ourselves."""
+        return self._hang_timeout_s if awake.look() > self._hang_timeout_s else math.inf
 
     def _hear_out(self) -> None:
         """An engine that has raised ends its streams with an error; one that is dead or hangs, none."""
@@ -338,12 +342,12 @@ class Server:
         """
         assert self._process is not None
         end = time.monotonic() + self._exit_timeout_s
-        quiet = time.monotonic()
+        quiet, awake = time.monotonic(), heartbeat.Awake()
         while True:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 status = self._process.wait(0.1)
                 return "" if status == 0 else f"requests in flight are lost: tritonserver ended with {status}"
-            num_open, num_lost, reason = self._in_flight()
+            num_open, num_lost, reason = self._in_flight(self._hang_s(awake))
             now = time.monotonic()
             if num_open:
                 quiet = now
@@ -353,12 +357,12 @@ class Server:
                 late = f"not ended within {self._exit_timeout_s} s (--exit-timeout)"
                 return _lost(num_open + num_lost, late)
 
-    def _in_flight(self) -> tuple[int, int, str]:
+    def _in_flight(self, hang_s: float) -> tuple[int, int, str]:
         """Requests that may still end, those that cannot, and why."""
         num_open, num_lost, reason = 0, 0, ""
         for path in self._beats():
             beat = heartbeat.read(path)
-            if beat is not None and (trouble := heartbeat.trouble(path, self._hang_timeout_s)):
+            if beat is not None and (trouble := heartbeat.trouble(path, hang_s)):
                 num_lost, reason = num_lost + beat.num_open, trouble
             elif beat is not None:
                 num_open += beat.num_open

