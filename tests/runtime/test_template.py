@@ -21,7 +21,13 @@ MANY = "{% for i in range(2000) %}"
 TWO = "{% set a = '" + "x" * 999 + "' * 300 %}{% set b = '" + "x" * 999 + "' * 300 %}"  # equal, not the same
 VIEW = "{% set d = dict(range(9999) | batch(2)) %}"
 HELD = "{% set held = namespace(s='" + "x" * 100 + "' * 1000, l=[1] * 9999) %}"  # of no size itself
-HEX = "{% set a = ('" + "f" * 999 + "' * 10) | int(0, 16) %}{% set b = ('" + "f" * 999 + "' * 5) | int(0, 16) %}"
+HEX = (
+    "{% set a = ('"
+    + "f" * 999
+    + "' * 10) | int(0, 16) %}{% set b = ('"
+    + "f" * 999
+    + "' * 5) | int(0, 16) %}"
+)
 NESTED = "{% set n = namespace(s=(1,)) %}"
 LIMIT = 2**21  # of the work in these tests: a sixteenth of a server's
 # name: a template that would take hours or all memory, or more work than LIMIT in few turns
