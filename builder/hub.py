@@ -10,7 +10,7 @@ import re
 import shutil
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -39,7 +39,7 @@ from hemiola.builder.checkpoint import INDEX, TOKENIZER_FILES, shard_names
 from hemiola.builder.formats.declared import MODELOPT
 from hemiola.builder.hashes import hash_files
 from hemiola.runtime.errors import Refused, one_line
-from hemiola.runtime.progress import FETCHING, Report, size
+from hemiola.runtime.progress import FETCHING, HASHING_CHECKPOINT, Report, size
 
 CONFIG = "config.json"
 SMALL = (CONFIG, "generation_config.json", MODELOPT, INDEX, *TOKENIZER_FILES)
@@ -122,7 +122,7 @@ def _described(repo: str, revision: str | None) -> tuple[str, dict[str, int]]:
 
 def fetch_weights(origin: Origin, report: Report) -> None:
     """Those that the index names, if they are not in the cache."""
-    if origin.sizes:
+    if origin.repo:
         with _in_one_line(origin.repo, origin.commit):
             _fetch(origin, shard_names(origin.folder), report)
 
@@ -140,8 +140,8 @@ def _name(path: Path) -> str:
     )
 
 
-def _fetch(origin: Origin, names: Iterable[str], report: Report) -> None:
-    """Into the cache, with a check of each file's size."""
+def _fetch(origin: Origin, names: Sequence[str], report: Report) -> None:
+    """Into the cache, with a check of each file's size and content."""
     wanted = {name: origin.sizes[name] for name in names if name in origin.sizes}
     absent = [name for name in wanted if not _in_cache(origin, name)]
     _refuse_full_disk(origin, sum(wanted[name] for name in absent))
@@ -153,30 +153,38 @@ def _fetch(origin: Origin, names: Iterable[str], report: Report) -> None:
         if (size := path.stat().st_size) != num_bytes:
             message = f"{path} has {size} bytes, {num_bytes} on the Hub"
             raise Refused("damaged", message=message, way_out=f"remove {path.resolve()} and build again")
-        if name in absent:
-            _refuse_other_content(path, origin.repo, partial(report, FETCHING, done, total))
-    if absent:
-        report(FETCHING, total, total)
+    _refuse_other_content(origin, names, absent, report)
 
 
-def _refuse_other_content(path: Path, repo: str, report: Callable[[], None]) -> None:
-    """The Hub calls large files by their sha256, and so does the cache; huggingface_hub compares lengths.
-
-    report: where the fetch is. It goes on behind this: a stage of its own would end it in a log."""
-    try:
-        blob = path.parent / path.readlink()
-    except OSError:  # a disk without links
-        return
-    if not SHA256.fullmatch(blob.name):
-        return
-    (found,) = hash_files([path], FETCHING, lambda *_: report())
-    if found != blob.name:
+def _refuse_other_content(
+    origin: Origin, names: Sequence[str], came: Collection[str], report: Report
+) -> None:
+    """The Hub calls large files by their sha256, and so does the cache; huggingface_hub compares lengths. A
+    file that was there may be of a build that was killed before it looked, or of another program."""
+    found = {path: blob for path in (origin.folder / name for name in names) if (blob := _blob(path))}
+    for path, sha256 in zip(found, hash_files([*found], HASHING_CHECKPOINT, report), strict=True):
+        blob = found[path]
+        if sha256 == blob.name:
+            continue
+        digests = f"(sha256 {sha256[:12]}, expected {blob.name[:12]})"
+        if path.name not in came:
+            message = f"{path} has other content than the Hub's {digests}"
+            raise Refused("damaged", message=message, way_out=f"remove {blob.resolve()} and build again")
         blob.unlink()
         message = (
-            f"{path.name} of {repo} came from {constants.ENDPOINT} with other content than it says"
-            f" (sha256 {found[:12]}, expected {blob.name[:12]})"
+            f"{path.name} of {origin.repo} came from {constants.ENDPOINT} with other content than it says"
+            f" {digests}"
         )
         raise Refused("damaged", message=message, way_out="build again, or set HF_ENDPOINT to another Hub")
+
+
+def _blob(path: Path) -> Path | None:
+    """Where the cache has a file that the Hub calls by its sha256."""
+    try:
+        blob = path.parent / path.readlink()
+    except OSError:  # a file that is not there, or a disk without links
+        return None
+    return blob if SHA256.fullmatch(blob.name) and blob.is_file() else None
 
 
 def _refuse_large(repo: str, sizes: Mapping[str, int]) -> None:

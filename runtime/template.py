@@ -30,7 +30,8 @@ TURN = 64  # of a loop, or a call
 ITEM = 16  # of a list or the like, and each value within
 LEAST_WORK = 2**25  # half a million turns: about a second
 WORK_PER_CHARACTER = 64  # of the messages
-LARGEST = 2**1024  # numbers
+LARGEST = 2**1024  # of numbers to calculate with
+LARGEST_READ = 2**15000  # from a text; the largest that JSON holds has 4,300 digits
 MAX_FORMAT = 256  # characters of a format of dates
 # Their work cannot be told from their arguments, and no chat needs them.
 NO_FILTERS = ("filesizeformat", "pprint", "striptags", "urlize", "wordwrap", "xmlattr")
@@ -123,7 +124,7 @@ class ChatTemplate:
 class _Environment(ImmutableSandboxedEnvironment):
     """For one rendering: it counts."""
 
-    intercepted_binops = frozenset("+-*%") | {"**"}
+    intercepted_binops = frozenset("+-*/%") | {"**", "//"}
 
     def __init__(self, work: int) -> None:
         extensions = [_Generation, "jinja2.ext.loopcontrols"]
@@ -193,9 +194,7 @@ class _Environment(ImmutableSandboxedEnvironment):
         return _Rewrite().visit(super()._parse(source, name, filename))
 
     def _each(self, items: Iterable[Any]) -> Iterator[Any]:
-        for item in items:
-            self.spend(TURN)
-            yield item
+        return _Turns(iter(items), self.spend)
 
     def _concat(self, parts: list[Any]) -> str:
         return self.made("".join(map(str, self._written(parts))))
@@ -220,7 +219,10 @@ class _Environment(ImmutableSandboxedEnvironment):
             elif name not in AT_ONCE and hasattr(value, "__len__"):  # some read all of it, and make little
                 self.spend(len(value) // TURN if isinstance(value, str) else ITEM * len(value))
             self._before_filter(name, value, others, kwargs)
-            return self.made(plain(*passed, *given, **kwargs))
+            result = plain(*passed, *given, **kwargs)
+            if name == "int":
+                _check_numbers(result, largest=LARGEST_READ)
+            return self.made(result)
 
         return counted
 
@@ -244,6 +246,8 @@ class _Environment(ImmutableSandboxedEnvironment):
             given = [self._read(arg) for arg in args[num_passed:]]
             if name in ("lower", "upper"):
                 self.spend(len(str(given[0])))
+            elif name == "divisibleby":
+                _check_numbers(*given)
             return plain(*args[:num_passed], *given)
 
         return counted
@@ -290,6 +294,7 @@ class _Environment(ImmutableSandboxedEnvironment):
         self.spend(len(text) * sum(len(other) for other in others if isinstance(other, str)) // TURN)
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
+        _check_numbers(left, right)
         if operator == "-":  # of a dict's keys it makes a set
             self._read(left)
             self._read(right)
@@ -305,8 +310,7 @@ class _Environment(ImmutableSandboxedEnvironment):
         elif operator == "+" and hasattr(left, "__len__") and hasattr(right, "__len__"):
             self.spend(len(left) + len(right))  # pyright: ignore[reportArgumentType]
         result = super().call_binop(context, operator, left, right)
-        if isinstance(result, int) and abs(result) > LARGEST:
-            raise SecurityError(f"a number beyond {LARGEST.bit_length()} bits")
+        _check_numbers(result)
         return result if isinstance(result, str) else self.made(result)
 
     def call(self, context: Any, function: Any, /, *args: Any, **kwargs: Any) -> Any:
@@ -316,6 +320,8 @@ class _Environment(ImmutableSandboxedEnvironment):
         if not isinstance(function, (LoopContext, Macro)):
             args = tuple(map(self._read, args))
             kwargs = {key: self._read(value) for key, value in kwargs.items()}
+        elif isinstance(function, Macro) and (function.catch_varargs or function.catch_kwargs):
+            self.made([args, kwargs])  # which it may put into its next ones, and so on
         if isinstance(function, LoopContext):  # a loop within its own loop
             args = (self._each(args[0]), *args[1:])
         elif isinstance(owner, str) and name in MATCH:
@@ -360,6 +366,19 @@ class _Environment(ImmutableSandboxedEnvironment):
     def _check_replace(self, text: str, others: list[Any]) -> None:
         if len(others) >= 2:
             self.spend(text.count(str(others[0])) * len(str(others[1])))
+
+
+class _Turns(Iterator[Any]):
+    """Items, each of which is work. No generator: of those that hold each other, as filters of filters do,
+    Python frees as many at once as there are, with a stack for each."""
+
+    def __init__(self, items: Iterator[Any], spend: Callable[[int], None]) -> None:
+        self._items, self._spend = items, spend
+
+    def __next__(self) -> Any:
+        item = next(self._items)
+        self._spend(TURN)
+        return item
 
 
 class _Rewrite(NodeTransformer):
@@ -423,6 +442,12 @@ class _Formatter(SandboxedFormatter):
     def format_field(self, value: Any, format_spec: str) -> str:
         self._check(format_spec, [value])
         return super().format_field(value, format_spec)
+
+
+def _check_numbers(*values: Any, largest: int = LARGEST) -> None:
+    """Python divides numbers of a million digits for minutes."""
+    if any(isinstance(value, int) and abs(value) > largest for value in values):
+        raise SecurityError(f"a number beyond {largest.bit_length()} bits")
 
 
 class _Namespace(Namespace):

@@ -236,7 +236,7 @@ def nibbles(packed: torch.Tensor) -> torch.Tensor:
 
 def unpacked(words: torch.Tensor, bits: int) -> torch.Tensor:
     """int32 [..., n] as uint8 numbers [..., n * 32 / bits], the lowest bits first."""
-    numbers = words.contiguous().view(torch.uint8)
+    numbers = words.flatten().view(torch.uint8).view(*words.shape[:-1], -1)  # dense, whatever its strides
     return numbers if bits == 8 else nibbles(numbers)
 
 

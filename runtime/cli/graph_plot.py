@@ -7,11 +7,13 @@ from textwrap import fill
 from typing import Any, NamedTuple
 
 from hemiola.runtime.config import state_bytes
+from hemiola.runtime.errors import Refused
 from hemiola.runtime.manifest import Manifest
 from hemiola.runtime.outline import State
 from hemiola.runtime.progress import size
 
 LONGEST = 40  # layers of a few that repeat together
+MAX_DRAWN = 256  # layers, of which each takes a megabyte in a picture; the largest known models have some 120
 KINDS = {
     "mamba2": "Mamba-2",
     "delta": "gated delta rule",
@@ -97,6 +99,9 @@ def layers_of(manifest: Manifest, prefix: str = "layers") -> list[DrawnLayer]:
     names = [name for segment in manifest.segments for name in segment.weights]
     numbers = {int(hit[1]) for name in names if (hit := re.match(rf"{prefix}\.(\d+)\.", name))}
     kinds = dict(enumerate(manifest.layers)) if prefix == "layers" else dict.fromkeys(sorted(numbers), "")
+    if len(kinds) > MAX_DRAWN:
+        message = f"{manifest.architecture} has {len(kinds)} layers, at most {MAX_DRAWN} are drawn"
+        raise Refused("too_long", "plot", message=message, way_out="leave --plot out")
     return [_layer(manifest, kind, f"{prefix}.{number}.", names) for number, kind in kinds.items()]
 
 

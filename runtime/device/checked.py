@@ -52,7 +52,15 @@ def check_program(
     try:
         for sizes in TRIED:
             _Trial(program, segment, bound, manifest, device, sizes, hidden).run()
-    except (ArithmeticError, ValueError, TypeError, LookupError, RuntimeError, AssertionError) as error:
+    except (  # of ours, of torch, and of Python: a list has no shape
+        ArithmeticError,
+        AssertionError,
+        AttributeError,
+        LookupError,
+        RuntimeError,
+        TypeError,
+        ValueError,
+    ) as error:
         reason = one_line(error)
         message = f"{segment.file} does not fit together ({reason})"
         raise Refused("damaged", message=message, way_out="run build-engine again") from None

@@ -169,7 +169,10 @@ def _call(graph: Graph, name: str, called: Any, args: Any, nodes: dict[str, Node
         raise ValueError(f"{name!r} is {shown(called)}, which no program may call")
     if not isinstance(args, list):
         raise ValueError(f"{name!r} has {shown(args)}, expected a list of arguments")
-    return graph.create_node("call_function", target, tuple(_read(a, nodes) for a in args), name=name)
+    read = tuple(_read(a, nodes) for a in args)
+    if target is operator.getitem and [*map(type, read)] != [Node, int]:  # torch.fx writes code for it
+        raise ValueError(f"{name!r} takes {shown(args)}, which is no item of a value")
+    return graph.create_node("call_function", target, read, name=name)
 
 
 def _read(argument: Any, nodes: dict[str, Node]) -> Any:

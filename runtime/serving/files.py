@@ -11,7 +11,7 @@ from hemiola.runtime.errors import Refused
 WANTED = 2**16
 KEPT = 256  # for the process itself: heartbeats, logs, connections to its own tritonserver
 SHARES = 4  # a door gets a quarter of the rest: there are two doors, and a connection may need a second file
-LEAST_SHARES = 8  # but at least an eighth of all, for a limit near KEPT or below
+LEAST_SHARES = 8  # but at least an eighth of all, for a limit near KEPT
 
 
 def raise_limit() -> None:

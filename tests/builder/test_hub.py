@@ -24,7 +24,7 @@ from hemiola.builder import hub as hub_door
 from hemiola.builder.build import Options, build
 from hemiola.runtime import manifest
 from hemiola.runtime.errors import Refused
-from hemiola.runtime.progress import FETCHING
+from hemiola.runtime.progress import FETCHING, HASHING_CHECKPOINT
 
 ROOT = Path(__file__).resolve().parents[2]
 NAME = "Own/Tiny-0.1B"
@@ -248,14 +248,34 @@ def test_weights_that_come_with_another_bit_are_used(hub: FakeHub, folder: Path,
     assert (origin.folder / name).read_bytes() == content
 
 
-def test_a_log_says_that_all_has_come_when_the_first_file_is_hashed(hub: FakeHub) -> None:
-    """With the total: it takes a stage behind which another begins for done."""
+@pytest.mark.parametrize("is_offline", [False, True])
+def test_a_build_that_is_killed_while_it_hashes_leaves_other_weights_to_the_next(
+    is_offline: bool, hub: FakeHub, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only what had just come was hashed."""
+    name = "model-00002-of-00002.safetensors"
+    path = fetch().folder / name
+    content = path.read_bytes()
+    path.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", is_offline)
+    with pytest.raises(Refused) as error:
+        fetch()
+    assert str(error.value).startswith(f"{path} has other content than the Hub's (sha256 ")
+    assert str(error.value).endswith(f"; remove {path.resolve()} and build again")  # it may be another's
+    path.resolve().unlink()
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    assert (fetch().folder / name).read_bytes() == content
+
+
+def test_a_checkpoint_that_is_hashed_when_it_has_come_is_not_silent(hub: FakeHub) -> None:
     reports: list[tuple[str, int, int]] = []
     origin = hub_door.locate(Path(NAME), None, lambda *_: None)
     hub_door.fetch_weights(origin, lambda *report: reports.append(report))
-    assert len(hub.fetched() & {"model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"}) == 2
-    assert {stage for stage, *_ in reports} == {FETCHING}
-    assert [done for _, done, _ in reports] == sorted(done for _, done, _ in reports)
+    stages = [stage for stage, *_ in reports]
+    assert stages == sorted(stages) and {*stages} == {FETCHING, HASHING_CHECKPOINT}
+    assert (
+        reports[-1][1] == reports[-1][2] == sum(path.stat().st_size for path in origin.folder.glob("model-*"))
+    )
 
 
 def test_a_torn_file_of_the_cache_is_named_and_its_removal_helps(hub: FakeHub) -> None:

@@ -3,6 +3,8 @@
 # ruff: noqa: E501
 
 import json
+import subprocess
+import sys
 import tracemalloc
 
 import pytest
@@ -19,6 +21,14 @@ MANY = "{% for i in range(2000) %}"
 TWO = "{% set a = '" + "x" * 999 + "' * 300 %}{% set b = '" + "x" * 999 + "' * 300 %}"  # equal, not the same
 VIEW = "{% set d = dict(range(9999) | batch(2)) %}"
 HELD = "{% set held = namespace(s='" + "x" * 100 + "' * 1000, l=[1] * 9999) %}"  # of no size itself
+HEX = (
+    "{% set a = ('"
+    + "f" * 999
+    + "' * 10) | int(0, 16) %}{% set b = ('"
+    + "f" * 999
+    + "' * 5) | int(0, 16) %}"
+)
+NESTED = "{% set n = namespace(s=(1,)) %}"
 LIMIT = 2**21  # of the work in these tests: a sixteenth of a server's
 # name: a template that would take hours or all memory, or more work than LIMIT in few turns
 ENDLESS = {
@@ -136,6 +146,15 @@ ENDLESS = {
     "in_what_is_mapped": MANY + "{% set x = 'a' in range(999) | map(attribute='real') %}{% endfor %}",
     "least_of_what_is_mapped": MANY + "{% set x = range(999) | map(attribute='real') | min %}{% endfor %}",
     "in_values": VIEW + MANY + "{% set x = 'a' in d.values() %}{% endfor %}",
+    "numbers_divided": HEX + "{{ (a // b) is odd }}",
+    "remainders": HEX + "{{ (a % b) is odd }}",
+    "tests_for_remainders": HEX + "{{ a is divisibleby(b) }}",
+    "literals_divided": "{{ (0x" + "f" * 9999 + " // 0x" + "f" * 5000 + ") is odd }}",
+    "tests_of_literals": "{{ 0x" + "f" * 9999 + " is divisibleby(0x" + "f" * 5000 + ") }}",
+    "arguments_in_arguments": NESTED + "{% macro m() %}{% set n.s = varargs %}{% endmacro %}"
+    + MANY + "{{ m(n.s) }}{% endfor %}",
+    "arguments_by_name_in_arguments": NESTED + "{% macro m() %}{% for p in kwargs | items %}{% set n.s = p %}{% endfor %}"
+    "{% endmacro %}" + MANY + "{{ m(a=n.s) }}{% endfor %}",
     "less_keys": VIEW + MANY + "{% set x = d.keys() - d.keys() %}{% endfor %}",
 }  # fmt: skip
 
@@ -151,6 +170,37 @@ def test_a_template_that_would_not_end_is_refused(how: str) -> None:
     with pytest.raises(Refused, match=r"^the chat template ") as refusal:
         ChatTemplate(ENDLESS[how]).render({"messages": MESSAGES})
     assert "\n" not in str(refusal.value) and len(str(refusal.value)) < 400
+
+
+# thousands of times twenty, what is put into itself, and how all of it is read
+DEEP = {
+    "filters": (1, "{% set n.s = n.s | select %}", "{{ n.s | list }}"),
+    "arguments": (7, "{{ m(n.s) }}", "{{ {n.s: 1} | length }}"),
+}
+
+
+@pytest.mark.parametrize("what", DEEP)
+def test_a_template_that_puts_things_into_each_other_ends_the_process(what: str) -> None:
+    """Python frees generators, and hashes tuples, without a look at how much of a thread's stack is left."""
+    template = NESTED + "{% macro m() %}{% set n.s = varargs %}{% endmacro %}"
+    times, put, read = DEEP[what]
+    loops = f"{{% for j in range({times}) %}}{{% for i in range(20000) %}}"
+    template += loops + put + "{% endfor %}" * 2 + read
+    code = (
+        "from threading import Thread\n"
+        "from hemiola.runtime.errors import Refused\n"
+        "from hemiola.runtime.template import ChatTemplate\n"
+        "def render():\n"
+        "    try:\n"
+        f"        ChatTemplate({template!r}).render({{}})\n"
+        "    except Refused as error:\n"
+        "        print(error)\n"
+        "thread = Thread(target=render)\n"
+        "thread.start()\n"
+        "thread.join()\n"
+    )
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (ended.returncode, ended.stdout[:18]) == (0, "the chat template "), ended
 
 
 # name: a template that is refused when its text has been made, if it is not refused before

@@ -136,6 +136,13 @@ def written(name: str, size: tuple[int, int]) -> Written:
     return made
 
 
+def test_zero_points_in_one_row_of_words_are_a_traceback(alone: Callable[..., Checkpoint]) -> None:
+    """Of eight outputs: turned around they were dense to torch, and not to its view as bytes."""
+    made = written("ct w4 g32 asym", (8, 64))
+    lazy = alone(made.tensors, WRITERS["ct w4 g32 asym"][1]).matrix("X.weight", 8, 64)
+    assert same_bits(lazy.read(), made.numbers)
+
+
 @pytest.mark.parametrize("size", SIZES, ids=str)
 @pytest.mark.parametrize("name", WRITERS)
 def test_the_numbers_are_those_of_the_format(

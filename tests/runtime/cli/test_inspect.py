@@ -15,6 +15,7 @@ from hemiola.runtime import manifest
 from hemiola.runtime.cli import inspect, inspected
 from hemiola.runtime.cli.graph_plot import (
     KINDS,
+    MAX_DRAWN,
     Box,
     DrawnBlock,
     DrawnLayer,
@@ -184,6 +185,15 @@ def test_a_picture_says_what_flows_and_where_states_and_drafts_are(
     assert [word for word in words if word not in shown] == []
     draw(tmp_path / "graph.png", found)
     assert (tmp_path / "graph.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_picture_of_a_strangers_layers_takes_gigabytes(tiny_engine: Get, tmp_path: Path) -> None:
+    """A manifest may name 16,384, each of its own kind; the picture grew with them."""
+    found = manifest.load(tiny_engine("qwen3_5"))
+    many = found.model_copy(update={"layers": tuple(f"kind {n}" for n in range(MAX_DRAWN + 1))})
+    with pytest.raises(Refused, match=f"has {MAX_DRAWN + 1} layers, at most {MAX_DRAWN} are drawn; leave"):
+        draw(tmp_path / "graph.svg", many)
+    assert not any(tmp_path.iterdir())
 
 
 def test_a_picture_of_no_kind_is_refused_before_the_engine_is_read(tmp_path: Path, hemiola: Callable) -> None:

@@ -131,6 +131,13 @@ def test_rings_that_are_one_record_too_short_are_refused(
     trunk.refused(said, trunk.shortened(ending))
 
 
+@pytest.mark.parametrize("called", ["aten.chunk.default", "aten.split.Tensor"])
+def test_a_part_of_several_parts_is_a_traceback(trunk: Trunk, called: str) -> None:
+    at = next(n for n, line in enumerate(trunk.lines) if line[1].startswith("aten.split"))
+    trunk.insert(at + 1, called, {"node": trunk.lines[at][0]}, 1, 1)
+    trunk.refused("list")
+
+
 @pytest.mark.parametrize("op", ["conv", "mamba2", "attention"])
 def test_rows_that_a_program_computes_are_refused(trunk: Trunk, op: str) -> None:
     """Twice a slot's number is no slot."""

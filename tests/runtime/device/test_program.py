@@ -96,6 +96,13 @@ def test_a_program_is_read_line_by_line_and_the_wrong_one_is_named(
         load_program(_file(tmp_path, *lines))
 
 
+@pytest.mark.parametrize("args", [[], [{"node": "x"}], [{"node": "x"}, 0, 0], [5, 0], [{"node": "x"}, "0"]])
+def test_an_item_of_nothing_is_a_traceback(tmp_path: Path, args: list[object]) -> None:
+    """torch.fx writes x[0] as code of Python's, and looked for both."""
+    with pytest.raises(Refused, match=r"trunk.jsonl, line 2: 'y' takes .*; run build-engine again$"):
+        load_program(_file(tmp_path, X, ["y", "operator.getitem", args], END))
+
+
 def test_a_line_that_is_nested_too_deeply_or_no_json_is_refused(tmp_path: Path) -> None:
     for text in ("[" * 100_000, '["x", "", ' + "9" * 10_000 + "]", "nonsense", "\0", ""):
         (tmp_path / "trunk.jsonl").write_text(text)
