@@ -130,6 +130,15 @@ def test_inputs_in_e4m3_have_room_in_every_tile(tile: Tile) -> None:
         assert compile_call(call, 90).binary.shared <= SHARED[90]
 
 
+@pytest.mark.parametrize("num_tokens, box", [(1, 16), (16, 16), (17, 32), (33, 64), (512, 128)])
+def test_few_inputs_in_e4m3_come_in_boxes_of_few_tokens(num_tokens: int, box: int) -> None:
+    """A box that reaches beyond the last token takes longer."""
+    layout = NARROW_KINDS[0]
+    given = (made(num_tokens, 4096), packed(layout, 4096, 4096), made(0), 4096, layout)
+    kinds = {call.kernel: call.kinds for call in calls_at(e4m3.linear, H200, *given)}
+    assert kinds["linear._dense_e4m3"][0] == f"<fp8e4nv {box} 128>"
+
+
 def ptx_of(tile: Tile, activation: str, biased: bool, adds: bool) -> str:
     x, weight = made(512, 512), made(1536, 512)
     residual = made(512, 768 if activation == "swiglu" else 1536) if adds else None
