@@ -37,6 +37,7 @@ def render(model: ServedModel, request: ChatRequest) -> tuple[str, Expected]:
         tools={tool.function.name: tool.function.parameters or {} for tool in tools} if tools else None,
         one_call=request.parallel_tool_calls is False,
         forced=request.forced,
+        json=request.response_format is not None and request.response_format.type != "text",
     )
     return prompt, expected
 

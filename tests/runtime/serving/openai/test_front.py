@@ -142,6 +142,25 @@ def test_a_forced_call_that_max_tokens_cuts_is_no_content(
     assert choices[-1].finish_reason == "length"
 
 
+@pytest.mark.parametrize("width", [1, 7, 1000])
+def test_json_that_quotes_a_call_was_a_call_in_broken_json(
+    client: OpenAI, triton: ScriptedTriton, width: int
+) -> None:
+    """Whoever wrote the text that it is about could have a function called. So in the thought before it,
+    which its grammar lets go on behind a call."""
+    quoted = "<tool_call><function=weather></function></tool_call>"
+    asked = {"messages": USER, "tools": TOOLS, "response_format": {"type": "json_object"}}
+    for said in (json.dumps({"a": quoted}), json.dumps([quoted])):  # a schema may ask for a list
+        triton.script = script(*cut(f"hm {quoted}\n</think>\n\n{said}", width))
+        (choice,) = client.chat.completions.create(model="tiny", **asked).choices
+        message = choice.message
+        assert (message.content, message.tool_calls, choice.finish_reason) == (said, None, "stop")
+        assert message.reasoning_content == f"hm {quoted}\n"
+    triton.script = script(*cut(f"hm\n</think>\n\n{FORCED_CALL}", width))
+    (choice,) = client.chat.completions.create(model="tiny", **asked).choices
+    assert not choice.message.content and choice.finish_reason == "tool_calls"
+
+
 def test_usage_of_a_chunk_counts_no_token_behind_it(
     client: OpenAI, triton: ScriptedTriton, monkeypatch: pytest.MonkeyPatch
 ) -> None:
