@@ -156,6 +156,10 @@ def test_json_that_quotes_a_call_was_a_call_in_broken_json(
         message = choice.message
         assert (message.content, message.tool_calls, choice.finish_reason) == (said, None, "stop")
         assert message.reasoning_content == f"hm {quoted}\n"
+        triton.script = script(*cut(said, width))
+        own = {"chat_template_kwargs": {"enable_thinking": False}, "structured_outputs": {"json": {}}}
+        answer = client.chat.completions.create(model="tiny", messages=USER, tools=TOOLS, extra_body=own)
+        assert answer.choices[0].message.content == said
     triton.script = script(*cut(f"hm\n</think>\n\n{FORCED_CALL}", width))
     (choice,) = client.chat.completions.create(model="tiny", **asked).choices
     assert not choice.message.content and choice.finish_reason == "tool_calls"
