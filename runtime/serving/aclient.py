@@ -138,7 +138,7 @@ class AsyncClient:
     async def close(self) -> None:
         """Cancels what is in flight and ends the connection."""
         self._is_closed = True
-        await self._wire.close()
+        await self._wire.close(CANCEL_TIMEOUT_S)  # a server may stand still
 
     def _check_open(self) -> None:
         if self._is_closed:

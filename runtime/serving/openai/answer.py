@@ -32,6 +32,7 @@ class Expected:
     tools: Mapping[str, Schema] | None = None  # parameters by name; None: a call is content
     one_call: bool = False  # later ones are dropped
     forced: bool = False  # behind its thought it is calls, by a grammar, and nothing else
+    json: bool = False  # behind its thought it is JSON or calls, by a grammar
 
 
 class Splitter:
@@ -55,10 +56,12 @@ class Splitter:
         self._one_call = expected.one_call
         self._forced = expected.forced
         self._drops = False  # the call that is being read
+        self._may_be_json = expected.json  # the content, which has not begun
         self.num_calls = 0
         named = [f"<function={name}>" for name in expected.tools or ()]  # Qwen3-Coder may forget the frame
         openings = [*OPENINGS, *named] if expected.tools is not None else []
-        ends = [] if self._forced else openings  # by its grammar, a thought has to end
+        # By its grammar, a thought has to end.
+        ends = [] if expected.forced or expected.json else openings
         self._marks = {"reasoning": Marks([THINK_END, *ends]), "content": Marks(openings)}
 
     def push(self, text: str) -> list[AnswerPart]:
@@ -110,6 +113,10 @@ class Splitter:
         if self._trims:
             self._text = self._text.lstrip("\n")
             self._trims = not self._text
+        if kind == "content" and self._may_be_json and self._text:
+            self._may_be_json = False
+            if not self._text.startswith("<"):  # what it quotes is no call
+                self._marks["content"] = Marks([])
         marks = self._marks[kind]
         mark = marks.pattern.search(self._text)
         final_len = mark.start() if mark else len(self._text) - marks.held_back(self._text)

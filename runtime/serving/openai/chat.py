@@ -37,8 +37,17 @@ def render(model: ServedModel, request: ChatRequest) -> tuple[str, Expected]:
         tools={tool.function.name: tool.function.parameters or {} for tool in tools} if tools else None,
         one_call=request.parallel_tool_calls is False,
         forced=request.forced,
+        json=_is_json(request),
     )
     return prompt, expected
+
+
+def _is_json(request: ChatRequest) -> bool:
+    """By its grammar, whoever wrote that."""
+    given = (request.model_extra or {}).get("structured_outputs")
+    if isinstance(given, dict):
+        return given.get("json") is not None or bool(given.get("json_object"))
+    return request.response_format is not None and request.response_format.type != "text"
 
 
 def _opens_thoughts(text: Text, prompt: str) -> bool:

@@ -66,13 +66,18 @@ class Tokens:
             return bytes(self._bytes[char] for char in token)
         return self._text.tokenizer.decode([token_id], skip_special_tokens=False).encode()
 
-    def offsets(self, token_ids: Sequence[int], start: int) -> list[int]:
-        """Where each begins in the text, which itself begins at `start`."""
-        decoder, offsets = codecs.getincrementaldecoder("utf-8")("replace"), []
+    def offsets(self, token_ids: Sequence[int], start: int, decoder: codecs.IncrementalDecoder) -> list[int]:
+        """Where each begins in the text, which itself begins at `start`, and where it ends. decoder: has the
+        part of a character that the tokens before end in."""
+        offsets = [start]
         for token_id in token_ids:
-            offsets.append(start)
             start += len(decoder.decode(self.bytes(token_id)))
+            offsets.append(start)
         return offsets
+
+
+def make_decoder() -> codecs.IncrementalDecoder:
+    return codecs.getincrementaldecoder("utf-8")("replace")
 
 
 def byte_alphabet() -> dict[int, str]:

@@ -6,7 +6,7 @@ All choices of a prompt share them: the first one's request computes them.
 from typing import Any
 
 from hemiola.runtime.api import Logprob, Piece, PromptLogprobs
-from hemiola.runtime.serving.openai.model import ServedModel, Tokens
+from hemiola.runtime.serving.openai.model import ServedModel, Tokens, make_decoder
 from hemiola.runtime.serving.openai.parts import listed
 
 Json = dict[str, Any]
@@ -56,7 +56,7 @@ class PromptScores:
         logprobs, num_top = self._logprobs, self.num_echoed
         if num_top is None or logprobs is None:
             return {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
-        *offsets, end = tokens.offsets([*self._ids, self._ids[0]], 0)
+        *offsets, end = tokens.offsets(self._ids, 0, make_decoder())
         unwritten = max(0, end - len(text))  # a token that the tokenizer puts before a text is no part of it
         return {
             "tokens": [tokens.name(token_id) for token_id in self._ids],

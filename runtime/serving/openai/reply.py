@@ -8,7 +8,7 @@ from typing import Any
 from hemiola.runtime.api import Logprob, Metrics, Piece
 from hemiola.runtime.serving.openai.answer import AnswerPart, Expected, Splitter
 from hemiola.runtime.serving.openai.errors import ApiError
-from hemiola.runtime.serving.openai.model import ServedModel, Tokens
+from hemiola.runtime.serving.openai.model import ServedModel, Tokens, make_decoder
 from hemiola.runtime.serving.openai.parts import ENCODER, has_many, in_parts, listed, parts_of
 from hemiola.runtime.serving.openai.prompt import PromptScores
 
@@ -75,7 +75,7 @@ class TextChoice(Choice):
         super().__init__(index, prompt_ids, tokens, with_ids)
         self._scores = scores
         self._texts = [echo]  # not yet given out
-        self._echo, self._offset = echo, len(echo)
+        self._echo, self._offset, self._decoder = echo, len(echo), make_decoder()
 
     def take(self, piece: Piece) -> None:
         super().take(piece)
@@ -95,8 +95,7 @@ class TextChoice(Choice):
 
     def _logprobs_json(self, tokens: Tokens) -> Json:
         ids = [logprob.token_id for logprob in self._logprobs]
-        offsets = tokens.offsets([*ids, *ids[:1]], self._offset)
-        self._offset = offsets.pop() if ids else self._offset
+        *offsets, self._offset = tokens.offsets(ids, self._offset, self._decoder)
         fields = {
             "tokens": [tokens.name(token_id) for token_id in ids],
             "token_logprobs": [logprob.logprob for logprob in self._logprobs],

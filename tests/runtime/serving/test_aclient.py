@@ -9,7 +9,7 @@ import pytest
 from kit.fake_triton import METRICS, Triton, all_ended, final, pb2, response
 
 from hemiola.runtime.errors import Busy, Cancelled, Failed, Lost, Refused
-from hemiola.runtime.serving import exchange, wire
+from hemiola.runtime.serving import aclient, exchange, wire
 from hemiola.runtime.serving.aclient import AsyncClient
 from hemiola.runtime.serving.client import Client
 from hemiola.runtime.serving.error_text import kind_of, text_of
@@ -114,6 +114,24 @@ def test_an_exchange_whose_cancel_nobody_answers_is_kept_for_ever(
 
     run(leave())
     all_ended(triton, "dropped")
+
+
+def test_a_client_was_never_closed_if_its_server_stood_still_behind_the_last_piece(
+    url: str, triton: Triton, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A container that is paused, a network that is gone: nobody ends the stream."""
+    monkeypatch.setattr(aclient, "CANCEL_TIMEOUT_S", 0.1)
+    triton.answers, triton.deaf = [final(**WHOLE)], True
+
+    async def leave() -> None:
+        async with AsyncClient(url) as client:
+            assert [output.text for output in await client.generate(["x"])] == ["é"]
+
+    try:
+        run(leave())
+        all_ended(triton, "dropped")
+    finally:
+        triton.deaf = False
 
 
 @pytest.mark.parametrize(

@@ -142,6 +142,29 @@ def test_a_forced_call_that_max_tokens_cuts_is_no_content(
     assert choices[-1].finish_reason == "length"
 
 
+@pytest.mark.parametrize("width", [1, 7, 1000])
+def test_json_that_quotes_a_call_was_a_call_in_broken_json(
+    client: OpenAI, triton: ScriptedTriton, width: int
+) -> None:
+    """Whoever wrote the text that it is about could have a function called. So in the thought before it,
+    which its grammar lets go on behind a call."""
+    quoted = "<tool_call><function=weather></function></tool_call>"
+    asked = {"messages": USER, "tools": TOOLS, "response_format": {"type": "json_object"}}
+    for said in (json.dumps({"a": quoted}), json.dumps([quoted])):  # a schema may ask for a list
+        triton.script = script(*cut(f"hm {quoted}\n</think>\n\n{said}", width))
+        (choice,) = client.chat.completions.create(model="tiny", **asked).choices
+        message = choice.message
+        assert (message.content, message.tool_calls, choice.finish_reason) == (said, None, "stop")
+        assert message.reasoning_content == f"hm {quoted}\n"
+        triton.script = script(*cut(said, width))
+        own = {"chat_template_kwargs": {"enable_thinking": False}, "structured_outputs": {"json": {}}}
+        answer = client.chat.completions.create(model="tiny", messages=USER, tools=TOOLS, extra_body=own)
+        assert answer.choices[0].message.content == said
+    triton.script = script(*cut(f"hm\n</think>\n\n{FORCED_CALL}", width))
+    (choice,) = client.chat.completions.create(model="tiny", **asked).choices
+    assert not choice.message.content and choice.finish_reason == "tool_calls"
+
+
 def test_usage_of_a_chunk_counts_no_token_behind_it(
     client: OpenAI, triton: ScriptedTriton, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -240,7 +263,8 @@ def test_logprobs_of_parts_of_a_character(client: OpenAI, triton: ScriptedTriton
     """A piece without text keeps its tokens for the next one."""
     ids = models["tiny"].text.encode("a€b")
     assert len(ids) == 5, "the sign is three tokens"
-    pieces = [Piece("a", ids[:1]), Piece("", ids[1:3]), Piece("€b", ids[3:], finish_reason="stop")]
+    pieces = [Piece("a", ids[:1]), Piece("", ids[1:2]), Piece("", ids[2:3])]
+    pieces.append(Piece("€b", ids[3:], finish_reason="stop"))
     triton.script = [
         Piece(p.text, p.token_ids, [Logprob(i, -1.0, ((i, -1.0),)) for i in p.token_ids], p.finish_reason)
         for p in pieces
@@ -249,12 +273,15 @@ def test_logprobs_of_parts_of_a_character(client: OpenAI, triton: ScriptedTriton
     assert whole.tokens == ["a", "bytes:\\xe2", "bytes:\\x82", "bytes:\\xac", "b"]
     assert whole.text_offset == [0, 1, 1, 1, 2]
     assert whole.top_logprobs[1] == {"bytes:\\xe2": -1.0}
-    streamed = list(client.completions.create(model="tiny", prompt="x", logprobs=1, stream=True))
-    assert [
-        t for c in streamed if c.choices[0].logprobs for t in c.choices[0].logprobs.tokens
-    ] == whole.tokens
-    offsets = [t for c in streamed if c.choices[0].logprobs for t in c.choices[0].logprobs.text_offset]
-    assert offsets == whole.text_offset
+    for with_ids in (False, True):  # then each piece has its tokens at once
+        extra = {"return_token_ids": with_ids}
+        streamed = client.completions.create(
+            model="tiny", prompt="x", logprobs=1, stream=True, extra_body=extra
+        )
+        found = [chunk.choices[0].logprobs for chunk in streamed if chunk.choices[0].logprobs]
+        assert [token for one in found for token in one.tokens] == whole.tokens
+        offsets = [offset for one in found for offset in one.text_offset]
+        assert offsets == whole.text_offset, "a character in two pieces counted twice"
     off = {"chat_template_kwargs": {"enable_thinking": False}}
     chat = list(
         client.chat.completions.create(

@@ -9,6 +9,7 @@ from openai import OpenAI
 
 from hemiola.runtime.api import Logprob, Metrics, Piece, PromptLogprobs
 from hemiola.runtime.serving.openai.events import num_named
+from hemiola.runtime.serving.openai.model import make_decoder
 
 USER: Any = [{"role": "user", "content": "hello"}]
 METRICS = Metrics(num_prompt_tokens=3, arrival=0.0)
@@ -84,7 +85,7 @@ def test_an_echo_with_logprobs_begins_with_the_prompts(
     top = [entry for one in found for entry in one.top_logprobs]
     assert top[0] is None and top[1] == {tokens.name(ids[1] + 1): -1.0}, "so many as were asked for"
     offsets = [offset for one in found for offset in one.text_offset]
-    assert offsets[: len(ids) + 1] == [*tokens.offsets(ids, 0), 6] and offsets == sorted(offsets)
+    assert offsets[: len(ids) + 1] == tokens.offsets(ids, 0, make_decoder()) and offsets == sorted(offsets)
     assert triton.inputs()["prompt_logprobs"] == 1
 
 
