@@ -37,6 +37,8 @@ MOST_KEPT = 64  # compiled grammars
 NUM_THREADS = 2
 AT_ONCE = 256  # tokens that a parser reads with Python's lock held: a dear grammar takes a millisecond each
 MOST_AGAIN_S = 0.25  # of the loop's thread, in which a text is read again
+MOST_COPY_S = 0.002  # the same, in which a matcher is copied for drafts: it takes longer with each token
+MOST_DEAR = 8  # copies in a row that took longer: a single one may be the machine's
 TRIAL_LIMITS = TrialLimits()
 SHOWN = 300  # characters of a message
 DEAD_END = "no token goes on from here"
@@ -321,6 +323,7 @@ class Guide:
         self._prompt_len, self._end_ids, self._forbids = prompt_len, end_ids, forbids
         self._ends = np.fromiter(end_ids, np.int64)
         self._output: list[int] = []  # what the grammar has read
+        self._num_dear = 0  # of the last copies for drafts
         self.masks: list[np.ndarray] = []  # of the next token, and of the one behind each draft
 
     def resume(self, output: Sequence[int]) -> None:
@@ -351,7 +354,7 @@ class Guide:
             if not _may_begin_again(self._matcher):
                 raise
             self._begin_again()  # others may have used up what they share
-        if drafts:
+        if drafts and self._num_dear < MOST_DEAR:
             self._look_ahead(drafts)
         return len(self.masks) - 1
 
@@ -374,7 +377,10 @@ class Guide:
         _read(self._matcher, self._output, MOST_AGAIN_S)
 
     def _look_ahead(self, drafts: Sequence[int]) -> None:
+        begun = time.thread_time()
         matcher, output_len = self._matcher.deep_copy(), len(self._output)
+        is_dear = time.thread_time() - begun > MOST_COPY_S
+        self._num_dear = self._num_dear + 1 if is_dear else 0
         for draft in drafts:
             if draft in self._end_ids or not matcher.consume_token(draft):
                 break

@@ -343,6 +343,17 @@ def test_drafts_take_longer_with_each_token_of_the_output() -> None:
         assert follow(guide, [a] * n, [a, a, EOS]) == 2 and len(guide._output) == n
 
 
+def test_drafts_copy_all_that_the_parser_knows_however_long_that_takes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """In each step: 6 ms behind 80,000 tokens of JSON, 42 ms behind 14,000 of a dear grammar."""
+    guide, a = a_guide("a*b"), TEXTS.index("a")
+    assert [follow(guide, [a] * n, [a, a]) for n in range(20)] == [2] * 20
+    monkeypatch.setattr(module, "MOST_COPY_S", -1.0, raising=False)
+    kept = [follow(guide, [a] * n, [a, a]) for n in range(20, 40)]
+    assert kept == [2] * 8 + [0] * 12 and len(guide.masks) == 1
+
+
 def test_a_token_that_the_grammar_forbids_is_never_read_on() -> None:
     guide = a_guide("yes|no|maybe|yesterday")
     with pytest.raises(Stuck, match=f"token {TEXTS.index('x')} does not fit"):
