@@ -12,6 +12,7 @@ whole grammar; its own limits bound a step.
 
 import functools
 import json
+import math
 import re
 import time
 from collections import OrderedDict
@@ -34,6 +35,10 @@ MOST_SECONDS = 10.0  # that a request waits for its grammar
 NAME = "structured_outputs"
 MOST_KEPT = 64  # compiled grammars
 NUM_THREADS = 2
+AT_ONCE = 64  # tokens that a parser reads with Python's lock held: a dear grammar takes a millisecond each
+MOST_AGAIN_S = 0.25  # of the loop's thread, in which a text is read again
+MOST_COPY_S = 0.002  # the same, in which a matcher is copied for drafts: it takes longer with each token
+MOST_DEAR = 8  # copies in a row that took longer: a single one may be the machine's
 TRIAL_LIMITS = TrialLimits()
 SHOWN = 300  # characters of a message
 DEAD_END = "no token goes on from here"
@@ -318,13 +323,14 @@ class Guide:
         self._prompt_len, self._end_ids, self._forbids = prompt_len, end_ids, forbids
         self._ends = np.fromiter(end_ids, np.int64)
         self._output: list[int] = []  # what the grammar has read
+        self._num_dear = 0  # of the last copies for drafts
         self.masks: list[np.ndarray] = []  # of the next token, and of the one behind each draft
 
     def resume(self, output: Sequence[int]) -> None:
         """An output that the same grammar led to elsewhere; before `follow`. Raises Stuck if it cannot be."""
         self._output += output
-        self._matcher.consume_tokens(self._output)
-        if self._matcher.is_error():
+        _read(self._matcher, self._output)
+        if _may_begin_again(self._matcher):
             self._copy_another()
         if self._matcher.is_error():
             raise Stuck("the output so far does not fit")
@@ -345,10 +351,10 @@ class Guide:
         try:
             self.masks = [self._mask(self._matcher, self._output)]
         except Stuck:
-            if not self._matcher.is_error():
+            if not _may_begin_again(self._matcher):
                 raise
             self._begin_again()  # others may have used up what they share
-        if drafts:
+        if drafts and self._num_dear < MOST_DEAR:
             self._look_ahead(drafts)
         return len(self.masks) - 1
 
@@ -360,17 +366,21 @@ class Guide:
                 self.masks = [self._mask(self._matcher, self._output)]
                 return
             except Stuck:
-                if is_last or not self._matcher.is_error():
+                if is_last or not _may_begin_again(self._matcher):
                     raise
 
     def _copy_another(self) -> None:
-        """A matcher that does not share the lexer of the last one, behind the output."""
+        """A matcher that does not share the lexer of the last one, behind the output. Raises Stuck if reading
+        that takes too long: all who shared the lexer may do so in one step."""
         self._source = self._grammar.again(self._source)
         self._matcher = self._source.deep_copy()
-        self._matcher.consume_tokens(self._output)
+        _read(self._matcher, self._output, MOST_AGAIN_S)
 
     def _look_ahead(self, drafts: Sequence[int]) -> None:
+        begun = time.thread_time()
         matcher, output_len = self._matcher.deep_copy(), len(self._output)
+        is_dear = time.thread_time() - begun > MOST_COPY_S
+        self._num_dear = self._num_dear + 1 if is_dear else 0
         for draft in drafts:
             if draft in self._end_ids or not matcher.consume_token(draft):
                 break
@@ -388,6 +398,20 @@ class Guide:
         if len(forbidden) and not bits.any():
             raise Stuck("min_tokens and bad words leave no token that the grammar allows")
         return bits
+
+
+def _read(matcher: LLMatcher, output: list[int], seconds: float = math.inf) -> None:
+    """An output, from its beginning. Raises Stuck if that takes more seconds of a processor."""
+    end = time.thread_time() + seconds
+    for first in range(0, len(output), AT_ONCE):
+        if time.thread_time() > end:
+            raise Stuck(f"its lexer is used up, and reading the text again takes more than {seconds:g} s")
+        matcher.consume_tokens(output[first : first + AT_ONCE])
+
+
+def _may_begin_again(matcher: LLMatcher) -> bool:
+    """Whether something has failed that it shares. Its parser is its own, and would fail on the same text."""
+    return matcher.is_error() and not matcher.get_error().startswith("Parser Error")
 
 
 def _bit(token_ids: np.ndarray) -> np.ndarray:
