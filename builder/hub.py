@@ -223,16 +223,17 @@ def _cached(repo: str, revision: str | None, error: Exception) -> Origin:
             "not_found", message=message, way_out=f"{way_out}, or pass a folder with the checkpoint"
         )
     folder = Path(config_file).parent
+    commit = folder.name
     if not offline:
-        print(f"warning: {why}; commit {folder.name} of {repo} is in the cache and used", file=sys.stderr)
+        print(f"warning: {why}; commit {commit} of {repo} is in the cache and used", file=sys.stderr)
     # None: nobody has asked for it; what the Hub does not have, the cache may know
-    if names := [name for name in TELLING if try_to_load_from_cache(repo, name, revision=folder.name) is None]:
+    if names := [name for name in TELLING if try_to_load_from_cache(repo, name, revision=commit) is None]:
         print(
             f"warning: the cache does not have {' and '.join(names)} of {repo}; if the Hub does, this engine"
             " lacks what stands there (end tokens, the chat template): build it again with the Hub",
             file=sys.stderr,
         )
-    return Origin(folder, repo, folder.name)
+    return Origin(folder, repo, commit)
 
 
 def _is_unreachable(error: Exception) -> bool:
