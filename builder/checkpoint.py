@@ -272,7 +272,8 @@ class Files:
         names = shard_names(self.path)
         if names == [SINGLE] and file_in(self.path, SINGLE) is None:
             message = f"{self.path} has no {SINGLE} and no index of shards"
-            raise Refused("not_found", message=message, way_out="convert the weights to safetensors")
+            way_out = "fetch them, or convert others to safetensors"
+            raise Refused("not_found", message=message, way_out=way_out)
         return names
 
     def _locate(self) -> dict[str, str]:

@@ -43,6 +43,7 @@ from hemiola.runtime.progress import FETCHING, HASHING_CHECKPOINT, Report, size
 
 CONFIG = "config.json"
 SMALL = (CONFIG, "generation_config.json", MODELOPT, INDEX, *TOKENIZER_FILES)
+TELLING = ("generation_config.json", *TOKENIZER_FILES[:2])  # most have them; a build goes on without
 MAX_SMALL = 2**27  # bytes of each; the largest known, a tokenizer, has 35 MB
 MOST_ANSWER = 2**24  # bytes of an answer that is no file; a description of 10,000 files has 2 MB
 READ_S = 60.0  # seconds in which it must have come
@@ -222,9 +223,17 @@ def _cached(repo: str, revision: str | None, error: Exception) -> Origin:
             "not_found", message=message, way_out=f"{way_out}, or pass a folder with the checkpoint"
         )
     folder = Path(config_file).parent
+    commit = folder.name
     if not offline:
-        print(f"warning: {why}; commit {folder.name} of {repo} is in the cache and used", file=sys.stderr)
-    return Origin(folder, repo, folder.name)
+        print(f"warning: {why}; commit {commit} of {repo} is in the cache and used", file=sys.stderr)
+    # None: nobody has asked for it; what the Hub does not have, the cache may know
+    if names := [name for name in TELLING if try_to_load_from_cache(repo, name, revision=commit) is None]:
+        print(
+            f"warning: the cache does not have {' and '.join(names)} of {repo}; if the Hub does, this engine"
+            " lacks what stands there (end tokens, the chat template): build it again with the Hub",
+            file=sys.stderr,
+        )
+    return Origin(folder, repo, commit)
 
 
 def _is_unreachable(error: Exception) -> bool:

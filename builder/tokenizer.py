@@ -7,7 +7,7 @@ from pathlib import Path
 from hemiola.builder.checkpoint import TOKENIZER_FILES, file_in, read_json
 from hemiola.runtime.errors import Refused, one_line
 from hemiola.runtime.json_file import check_size
-from hemiola.runtime.tokenizer import FILES, checked_tokenizer, panics_as_errors
+from hemiola.runtime.tokenizer import FILES, panics_as_errors, read_tokenizer
 
 
 def check_tokenizer(folder: Path, vocab_size: int) -> bool:
@@ -25,7 +25,9 @@ def check_tokenizer(folder: Path, vocab_size: int) -> bool:
         return False
     try:
         with panics_as_errors():
-            ids = checked_tokenizer(path).get_vocab(with_added_tokens=True).values()
+            tokenizer = read_tokenizer(path)
+            around = tokenizer.encode("").ids  # what stands around each text
+            ids = [*tokenizer.get_vocab(with_added_tokens=True).values(), *around]
     except Exception as error:  # tokenizers raises nothing narrower
         message = f"{path} is not a tokenizer ({one_line(error)})"
         raise Refused("damaged", message=message, way_out="download it again") from None

@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,6 +12,7 @@ from tokenizers import Tokenizer
 from tokenizers.pre_tokenizers import ByteLevel
 
 from hemiola.runtime.errors import one_line
+from hemiola.runtime.json_file import parse_json
 
 # Bytes of each file at most; the largest known have 35 MB, 1 MB and 0.1 MB. To compile a template takes up to
 # 2,000 bytes for each of its own.
@@ -28,6 +30,8 @@ MAX_AROUND = 2**12  # ids and their characters that one step puts around each te
 # some 1.5 million commas and 10,000 braces.
 MAX_COMMAS, MAX_BRACES = 2**22, 2**17
 MAX_TOKEN = 2**12  # characters of one token, which an answer may repeat; the longest known have some 500
+# Of a model that has this prefix, or may have it under a name with escapes.
+PREFIX = re.compile(rb'continuing_subword_prefix"\s*:\s*"[^"]|\\u00[2-7]')
 STEPS = ("normalizers", "pretokenizers", "processors", "decoders")  # of a sequence
 
 
@@ -48,9 +52,23 @@ def checked_tokenizer(path: Path) -> Tokenizer:
     for sign, most in ((b",", MAX_COMMAS), (b"{", MAX_BRACES)):
         if (num := text.count(sign)) > most:
             raise ValueError(f"it has {num} times {sign.decode()!r}, at most {most} are read")
+    if PREFIX.search(text):
+        _check_merges(parse_json(text.decode(), unique=True))
     tokenizer: Tokenizer = Tokenizer.from_file(str(path))
     _check_growth(tokenizer)
     return tokenizer
+
+
+def _check_merges(content: Any) -> None:
+    """The library cuts as many bytes off a merge's second part as the prefix has. If half a character is
+    left, it cannot say so, and ends the process. Raises ValueError for such a merge, and any other error for
+    what is no tokenizer."""
+    model = content["model"]
+    prefix = model.get("continuing_subword_prefix") or ""
+    for merge in model.get("merges") or ():
+        second = merge.partition(" ")[2] if isinstance(merge, str) else merge[1]
+        if not second.startswith(prefix):
+            raise ValueError(f"a merge adds {second!r}, which does not begin with {prefix!r}")
 
 
 def _check_growth(tokenizer: Tokenizer) -> None:

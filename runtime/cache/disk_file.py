@@ -66,8 +66,10 @@ def _check(file: int, path: Path) -> None:
         raise Refused("in_use", "disk_cache_dir", message=message, way_out="name another folder")
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        message = f"{path} is used by another process"
+    except OSError as error:
+        is_used = isinstance(error, BlockingIOError)
+        why = "is used by another process" if is_used else f"cannot be locked ({error.strerror})"
+        message = f"{path} {why}"
         raise Refused("in_use", "disk_cache_dir", message=message, way_out="name another folder") from None
 
 

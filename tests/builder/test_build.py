@@ -19,6 +19,7 @@ from kit.harness import Harness
 from kit.stages import without_stages
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
+from tokenizers.processors import BertProcessing
 
 from hemiola.builder import build, cli, place, same_bits
 from hemiola.builder.hashes import hash_files
@@ -258,6 +259,18 @@ def write(name: str, text: str) -> Callable[[Path], None]:
     return lambda folder: (folder / name).write_text(text)
 
 
+def ids_around(last: int) -> Callable[[Path], None]:
+    """Of each text, where all texts were refused when they came."""
+
+    def put_(folder: Path) -> None:
+        path = str(folder / "tokenizer.json")
+        tokenizer = Tokenizer.from_file(path)
+        tokenizer.post_processor = BertProcessing(("<e>", last), ("<b>", 0))
+        tokenizer.save(path)
+
+    return put_
+
+
 def tokenizer_with(token: str) -> Callable[[Path], None]:
     def change(folder: Path) -> None:
         path = str(folder / "tokenizer.json")
@@ -288,6 +301,7 @@ SPOILED = {
         "/source/tokenizer_config.json cannot be read as JSON",
     ),
     "tokenizer ids": (QWEN, tokenizer_with("extra"), "has ids up to 320, but vocab_size is 320"),
+    "ids around texts": (QWEN, ids_around(320), "has ids up to 320, but vocab_size is 320"),
     "missing tensor": (QWEN, tensors(model__norm__weight=None), "has no tensor model.norm.weight"),
     "extra tensor": (QWEN, tensors(model__what__ever=torch.zeros(1)), "does not know: model.what.ever"),
     "extra nemotron tensor": (

@@ -209,6 +209,26 @@ def test_without_the_hub_the_cache_is_used_and_the_line_says_so(
     )
 
 
+@pytest.mark.parametrize("name", ["generation_config.json", "tokenizer_config.json"])
+def test_an_engine_from_half_a_cache_ends_or_begins_texts_otherwise_without_a_word(
+    name: str, hub: FakeHub, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another program may have fetched some files of it."""
+    origin = fetch()
+    (origin.folder / name).unlink()
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    fetch()
+    assert capsys.readouterr().err == (
+        f"warning: the cache does not have {name} of {NAME}; if the Hub does, this engine lacks what stands"
+        " there (end tokens, the chat template): build it again with the Hub\n"
+    )
+    noted = origin.folder.parents[1] / ".no_exist" / origin.commit / name  # as transformers leaves it
+    noted.parent.mkdir(parents=True)
+    noted.touch()
+    fetch()
+    assert capsys.readouterr().err == ""
+
+
 def test_a_download_that_breaks_off_goes_on_and_one_that_never_ends_is_one_line(
     hub: FakeHub, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,8 +1,11 @@
 """Every section of a tokenizer.json means here what it means to transformers."""
 
 import json
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from kit import checkpoints
@@ -262,6 +265,32 @@ def test_a_tokenizer_of_64_megabytes_takes_gigabytes(part: str, num: int, said: 
         Text(source)
     with pytest.raises(Refused, match=rf"it has \d+ times {said}, at most {num} are read"):
         check_tokenizer(source, 2**20)
+
+
+HALF: dict[str, Any] = {"type": "BPE", "vocab": {"a": 0, "\u0120": 1}, "continuing_subword_prefix": "x"}
+MERGES: dict[str, list] = {"merge": [["a", "\u0120"]], "merge in a text": ["a \u0120"]}
+HALVES = {how: json.dumps({"model": HALF | {"merges": merges}}) for how, merges in MERGES.items()}
+HALVES["escaped name"] = HALVES["merge"].replace("_", r"\u005f")
+HALVES["two models"] = f'{HALVES["merge"][:-1]}, "model": {{}}}}'
+
+
+@pytest.mark.parametrize("how", HALVES)
+def test_half_a_character_in_a_merge_ends_the_process(how: str, tmp_path: Path) -> None:
+    """The library cuts off as many bytes as the prefix has, and cannot say what is left."""
+    (tmp_path / "tokenizer.json").write_text(HALVES[how])
+    code = (
+        "import sys\n"
+        "from pathlib import Path\n"
+        "from hemiola.runtime.tokenizer import checked_tokenizer\n"
+        "try:\n"
+        "    checked_tokenizer(Path(sys.argv[1]))\n"
+        "except ValueError as error:\n"
+        "    print(error)\n"
+    )
+    command = [sys.executable, "-c", code, tmp_path / "tokenizer.json"]
+    ended = subprocess.run(command, capture_output=True, text=True)
+    said = "the key 'mod" if how == "two models" else "a merge adds"
+    assert (ended.returncode, ended.stdout[:12]) == (0, said), ended
 
 
 def test_a_token_of_megabytes_is_repeated_by_an_answer(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """The file below the host's memory: what it serves is right, whatever happened to it."""
 
 import errno
+import fcntl
 import json
 import os
 import random
@@ -405,6 +406,23 @@ def test_what_is_no_file_is_refused_by_name(tmp_path: Path, kind: str) -> None:
         os.mknod(path, 0o600 | (0o010000 if kind == "pipe" else 0o140000))
     with pytest.raises(Refused, match=r"x\.prefixes (is not a file of yours|cannot be opened)"):
         open_file(path, 2**12)
+
+
+def test_a_disk_without_locks_is_taken_for_one_without_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Lustre without its option says this."""
+
+    def unlocked(*_: object) -> None:
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+
+    monkeypatch.setattr(fcntl, "flock", unlocked)
+    with pytest.raises(Refused) as refused:
+        open_file(tmp_path / "x.prefixes", 2**12)
+    assert refused.value.field == "disk_cache_dir"
+    assert str(refused.value) == (
+        f"{tmp_path / 'x.prefixes'} cannot be locked (Function not implemented); name another folder"
+    )
 
 
 def test_a_link_in_the_place_of_the_file_is_refused(open_hand: Make, tmp_path: Path) -> None:
