@@ -272,7 +272,7 @@ class Files:
         names = shard_names(self.path)
         if names == [SINGLE] and file_in(self.path, SINGLE) is None:
             message = f"{self.path} has no {SINGLE} and no index of shards"
-            way_out = "fetch them, or convert others to safetensors"
+            way_out = "fetch the weights, or convert them to safetensors"
             raise Refused("not_found", message=message, way_out=way_out)
         return names
 
