@@ -255,7 +255,10 @@ def test_serve_shows_what_its_engines_processes_report(
     seen: list[tuple[str, int, int, str]] = []
     server = Server({"a": tmp_path, "b": tmp_path})
     server._process = types.SimpleNamespace(poll=lambda: None, wait=lambda *_: 0, pid=0)  # pyright: ignore
-    server._home = types.SimpleNamespace(doors=tmp_path, stages=tmp_path, beats=tmp_path)  # pyright: ignore
+    environments = types.SimpleNamespace(note=lambda: None)
+    server._home = types.SimpleNamespace(  # pyright: ignore
+        doors=tmp_path, stages=tmp_path, beats=tmp_path, environments=environments
+    )
     server._guard = types.SimpleNamespace(start=lambda doors: None)  # pyright: ignore
     server._log = types.SimpleNamespace(ready=False)  # pyright: ignore
     script = iter([lambda: None, lambda: File(tmp_path / "b")("compiling kernels", 3, 34), None])
