@@ -219,13 +219,11 @@ def _launch_steps(
     room = SHARED[90] - BARRIERS - tile.consumers * parts * box[0] * box[1] * 2
     stages = room // ((tile.outputs + tile.tokens) * unit * 2)
     num_tiles = cdiv(num_tokens, tile.tokens) * cdiv(num_outputs, tile.outputs)
-    programs = gpu_of(x.device).multiprocessors * (2 if tile.consumers == 1 else 1)
-    least = {"maxnreg": 128} if tile.consumers == 1 else {}  # else 256, which no thread may have
-    _dense_steps[(min(programs, num_tiles),)](
+    _dense_steps[(min(gpu_of(x.device).multiprocessors, num_tiles),)](
         Block(x, (tile.tokens, unit)), Block(weight, (CONSUMED, unit)), packed.scales, packed.factors,
         y if absent(bias) else bias, y if residual is None else Block(residual, box), Block(y, box),
         num_tokens, num_outputs, width // form.step, STEP=form.step, KIND=form.kind, SCALED=form.is_scaled,
         DIVIDES=form.divides, CONSUMERS=tile.consumers, STAGES=min(tile.stages, stages), GROUP=tile.group,
         REGISTERS=REGISTERS[tile.consumers], ACTIVATION=activation, BIASED=not absent(bias),
-        ADDS=residual is not None, num_warps=4, enable_fp_fusion=False, **least,
+        ADDS=residual is not None, num_warps=4, enable_fp_fusion=False,
     )  # fmt: skip

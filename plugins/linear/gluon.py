@@ -36,15 +36,7 @@ def _dense(x, weight, bias, residual, y, num_tokens, num_outputs, num_inputs, CO
     a = gl.allocate_shared_memory(weight.dtype, [STAGES * CONSUMERS, SLAB, INNER], weight.layout)
     b = gl.allocate_shared_memory(x.dtype, [STAGES, TOKENS, INNER], x.layout)
     out = gl.allocate_shared_memory(y.dtype, [CONSUMERS * PARTS, PART, y.block_shape[1]], y.layout)
-    ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    added = gl.allocate_shared_memory(gl.int64, [CONSUMERS, 1], mbarrier.MBarrierLayout())
-    for stage in gl.static_range(STAGES):
-        mbarrier.init(ready.index(stage), count=1)
-        mbarrier.init(empty.index(stage), count=CONSUMERS)
-    for slab in gl.static_range(CONSUMERS):
-        mbarrier.init(added.index(slab), count=1)
-    fence_async_shared()
+    ready, empty, added = _barriers(STAGES, CONSUMERS)
     stages, ends = (a, b, ready, empty), (bias, residual, y, out, added)
     sizes = (gl.cdiv(num_outputs, CONSUMERS * SLAB), gl.cdiv(num_tokens, TOKENS), num_inputs)
     if CONSUMERS == 1:
@@ -68,6 +60,21 @@ def _dense(x, weight, bias, residual, y, num_tokens, num_outputs, num_inputs, CO
              (_load, (x, weight, stages, sizes, GROUP))],
             [4, 4, 1], [REGISTERS, REGISTERS, 24],
         )  # fmt: skip
+
+
+@gluon.jit
+def _barriers(STAGES: gl.constexpr, CONSUMERS: gl.constexpr):
+    """Of stages: filled, and left by every consumer; of consumers: their residual is there."""
+    ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    added = gl.allocate_shared_memory(gl.int64, [CONSUMERS, 1], mbarrier.MBarrierLayout())
+    for stage in gl.static_range(STAGES):
+        mbarrier.init(ready.index(stage), count=1)
+        mbarrier.init(empty.index(stage), count=CONSUMERS)
+    for slab in gl.static_range(CONSUMERS):
+        mbarrier.init(added.index(slab), count=1)
+    fence_async_shared()
+    return ready, empty, added
 
 
 @gluon.jit

@@ -9,7 +9,6 @@ make each step wait for it. A consumer adds up a step while the tensor cores hav
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
     mbarrier,
     tma,
     warpgroup_mma,
@@ -17,7 +16,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from hemiola.plugins.gpu.dense import place_of
-from hemiola.plugins.linear.gluon import _after, _end, _fetch, _store
+from hemiola.plugins.linear.gluon import _after, _barriers, _end, _fetch, _store
 
 SLAB = gl.constexpr(64)  # outputs of a consumer: the rows of its instruction
 LEAST = gl.constexpr(32)  # scales of a place in shared memory: it begins at 128 bytes
@@ -44,15 +43,7 @@ def _dense_e4m3(x, by, weight, scales, bias, residual, y, num_tokens, num_output
     b_by = gl.allocate_shared_memory(gl.float32, [STAGES + 1, ABREAST, max(TOKENS, LEAST)], by.layout)
     lines: gl.constexpr = [CONSUMERS * PARTS, y.block_shape[0], y.block_shape[1]]
     out = gl.allocate_shared_memory(y.dtype, lines, y.layout)
-    ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    added = gl.allocate_shared_memory(gl.int64, [CONSUMERS, 1], mbarrier.MBarrierLayout())
-    for stage in gl.static_range(STAGES):
-        mbarrier.init(ready.index(stage), count=1)
-        mbarrier.init(empty.index(stage), count=CONSUMERS)
-    for slab in gl.static_range(CONSUMERS):
-        mbarrier.init(added.index(slab), count=1)
-    fence_async_shared()
+    ready, empty, added = _barriers(STAGES, CONSUMERS)
     stages, ends = (a, b, a_by, b_by, ready, empty), (bias, residual, y, out, added)
     sizes = (gl.cdiv(num_outputs, CONSUMERS * SLAB), gl.cdiv(num_tokens, TOKENS), num_steps)
     if CONSUMERS == 1:

@@ -7,7 +7,6 @@ triton.py's does, with the same bits. One consumer adds up a step while the tens
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
     mbarrier,
     tma,
     warpgroup_mma,
@@ -15,7 +14,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from hemiola.plugins.gpu.dense import place_of
-from hemiola.plugins.linear.gluon import _after, _end, _fetch, _store
+from hemiola.plugins.linear.gluon import _after, _barriers, _end, _fetch, _store
 
 LANES = gl.constexpr(16)  # outputs whose scales lie side by side
 SLAB = gl.constexpr(64)  # outputs of a consumer: the rows of its instruction
@@ -28,8 +27,7 @@ def _dense_steps(x, weight, scales, factors, bias, residual, y, num_tokens, num_
                  CONSUMERS: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr,
                  REGISTERS: gl.constexpr, ACTIVATION: gl.constexpr, BIASED: gl.constexpr,
                  ADDS: gl.constexpr):  # fmt: skip
-    # Grid: one program per multiprocessor, or two, which walk over tiles; x, weight, residual and y are
-    # descriptors.
+    # Grid: one program per multiprocessor, which walks over tiles; x, weight, residual and y are descriptors.
     # Tile: [CONSUMERS * 64 outputs, tokens of x's box], the whole inner dimension.
     # Traffic: weights once per token tile and x once per output tile, mostly from L2; y once.
     # It begins by waiting for the kernels before it (plugins/gpu/overlap.py): nothing is fetched early.
@@ -39,26 +37,11 @@ def _dense_steps(x, weight, scales, factors, bias, residual, y, num_tokens, num_
     a = gl.allocate_shared_memory(weight.dtype, [STAGES * CONSUMERS, SLAB, UNIT], weight.layout)
     b = gl.allocate_shared_memory(x.dtype, [STAGES, TOKENS, UNIT], x.layout)
     out = gl.allocate_shared_memory(y.dtype, [CONSUMERS * PARTS, PART, y.block_shape[1]], y.layout)
-    ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    added = gl.allocate_shared_memory(gl.int64, [CONSUMERS, 1], mbarrier.MBarrierLayout())
-    for stage in gl.static_range(STAGES):
-        mbarrier.init(ready.index(stage), count=1)
-        mbarrier.init(empty.index(stage), count=CONSUMERS)
-    for slab in gl.static_range(CONSUMERS):
-        mbarrier.init(added.index(slab), count=1)
-    fence_async_shared()
+    ready, empty, added = _barriers(STAGES, CONSUMERS)
     stages, ends = (a, b, ready, empty), (bias, residual, y, out, added)
     sizes = (gl.cdiv(num_outputs, CONSUMERS * SLAB), gl.cdiv(num_tokens, TOKENS), num_steps)
     beside = (scales, factors, num_outputs)
-    if CONSUMERS == 1:
-        gl.warp_specialize(
-            [(_add, (0, ends, stages, sizes, beside, STEP, KIND, SCALED, DIVIDES, GROUP, ACTIVATION, BIASED,
-                     ADDS)),
-             (_load, (x, weight, stages, sizes, STEP, GROUP))],
-            [1], [24],
-        )  # fmt: skip
-    elif CONSUMERS == 2:
+    if CONSUMERS == 2:
         gl.warp_specialize(
             [(_add, (0, ends, stages, sizes, beside, STEP, KIND, SCALED, DIVIDES, GROUP, ACTIVATION, BIASED,
                      ADDS)),
@@ -89,7 +72,6 @@ def _load(x, weight, stages, sizes, STEP: gl.constexpr, GROUP: gl.constexpr):
     CONSUMERS: gl.constexpr = a.shape[0] // STAGES
     TOKENS: gl.constexpr = b.shape[1]
     UNIT: gl.constexpr = b.shape[2]
-    BITS: gl.constexpr = b.dtype.primitive_bitwidth
     stage, phase = 0, 1  # of a new barrier the phase before the first counts as ended
     num_tiles = num_output_tiles * num_token_tiles
     for tile in range(gl.program_id(0), num_tiles, gl.num_programs(0)):
@@ -97,7 +79,7 @@ def _load(x, weight, stages, sizes, STEP: gl.constexpr, GROUP: gl.constexpr):
         for start in range(0, num_steps * STEP, UNIT):
             bar = ready.index(stage)
             mbarrier.wait(empty.index(stage), phase)
-            mbarrier.expect(bar, (CONSUMERS * SLAB + TOKENS) * UNIT * BITS // 8)
+            mbarrier.expect(bar, (CONSUMERS * SLAB + TOKENS) * UNIT * 2)
             for slab in gl.static_range(CONSUMERS):
                 row = (output_tile * CONSUMERS + slab) * SLAB
                 tma.async_copy_global_to_shared(weight, [row, start], bar, a.index(stage * CONSUMERS + slab))
