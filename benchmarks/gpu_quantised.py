@@ -28,7 +28,7 @@ from hemiola.plugins.gpu.cover import calls_at
 from hemiola.plugins.gpu.device import H200
 from hemiola.plugins.gpu.launch import Call
 from hemiola.plugins.gpu.lines import pack_lines
-from hemiola.plugins.gpu.tiles import Tile
+from hemiola.plugins.gpu.tiles import Tile, table_of
 from hemiola.plugins.gpu.words import pack_words
 from hemiola.plugins.groups import Layout, WeightGroup, dequantised
 from hemiola.plugins.linear import coded, e4m3
@@ -151,13 +151,16 @@ def run_half(end: str, x: torch.Tensor, none: torch.Tensor, weight: torch.Tensor
 
 
 def candidates(num_rows: int, layout: Layout) -> list[Tile | None]:
-    """Tiles that could serve so many rows; with inputs in e4m3 none of steps side by side."""
+    """Tiles that could serve so many rows; with inputs in e4m3 Triton's by single steps, and the table's."""
     most = next(most for most in SWEEP if num_rows <= most)
     tiles = [made_tile(*given) for given in SWEEP[most]]
     if num_rows <= 8 and not layout.inputs:
         tiles += [Tile(outputs, 8, 128, warps, ahead, True, group=group, direct=True)
                   for outputs, warps, ahead, group in FEW]  # fmt: skip
-    return [None, *(tile for tile in tiles if not (layout.inputs and tile.abreast))]
+    if layout.inputs:
+        tiles = [tile for tile in tiles if not (tile.abreast or tile.consumers)]
+        tiles += [many.tile for many in table_of(90).steps]
+    return [None, *tiles]
 
 
 def made_tile(*given: int) -> Tile:
